@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import select
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,11 +117,6 @@ def test_benchmarks_know_their_flags(phase: Phase, monkeypatch: pytest.MonkeyPat
     assert len(parsed) == 1
 
 
-def test_split_tests_are_all_of_them() -> None:
-    parts = gpu_check.Maker("cuda", Path()).split(Phase("test", ["pytest"], 60), 3)
-    assert [part.environment["ZERO_KERNELS_GPU_TESTS_PART"] for part in parts] == ["1/3", "2/3", "3/3"]
-
-
 def test_without_a_device_it_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -192,30 +186,7 @@ def test_without_time_phases_are_not_run(check: Any) -> None:
     assert (outcome.result, outcome.seconds) == (NOT_RUN, 0)
 
 
-def test_a_phase_waits_for_the_success_of_another(tmp_path: Path) -> None:
-    run = Run("test", Result(torch.device("cpu"), None, write=False), tmp_path, 60)
-    run.group([Phase("first", python("raise SystemExit(77)"), 30)])
-    run.group([Phase("second", python("print('fine')"), 30, after="first")])
-    assert [(of.result, of.note) for of in run.outcomes][1] == (SKIPPED, "first skipped")
-
-
 # -- which NCCL --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """By version: libraries that answer as NCCL does when it is asked for it."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    made = {}
-    for version in (22807, 23004):
-        folder = tmp_path_factory.mktemp(f"nccl-{version}")
-        source, made[version] = folder / "nccl.c", folder / "libnccl.so.2"
-        source.write_text(f"int ncclGetVersion(int* version) {{ *version = {version}; return 0; }}")
-        flags = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
-        subprocess.run([compiler, *flags, "-o", made[version], source], check=True)
-    return made
 
 
 def test_why_ranks_cannot_use_one_gpu() -> None:
@@ -223,27 +194,6 @@ def test_why_ranks_cannot_use_one_gpu() -> None:
     assert gpu_ranks.why_not_on_one_gpu(4, 1, (2, 30, 4)) is None, "one for all"
     reason = str(gpu_ranks.why_not_on_one_gpu(2, 1, (2, 28, 7)))
     assert "2 ranks, one GPU, and NCCL 2.28.7 takes one rank a GPU" in reason and "nvidia-nccl-cu13>=2.30" in reason
-
-
-def test_the_flag_takes_a_newer_nccl_for_ranks_alone(libraries: dict[int, Path], monkeypatch: Any) -> None:
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    given = gpu_check.parse(["--nccl", str(libraries[23004])]).nccl
-    phases = [phase for part in PARTS for group in phases_of(part, nccl=given) for phase in group]
-    preloaded = {phase.name for phase in phases if phase.environment.get("LD_PRELOAD") == str(libraries[23004])}
-    of_c = {phase.name for group in phases_of("c") for phase in group}
-    assert preloaded == of_c - {"test_each_collective"}
-
-
-@pytest.mark.parametrize("why", ["is not a file", "is no NCCL library", "is NCCL 2.28.7", "LD_PRELOAD"])
-def test_the_flag_refuses_other_files(why: str, libraries: dict[int, Path], tmp_path: Path, capsys: Any) -> None:
-    text, spaced = tmp_path / "text.so", tmp_path / "in two words"
-    text.write_text("no library")
-    spaced.write_text("")
-    paths = {"is not a file": tmp_path / "absent", "is no NCCL library": text, "LD_PRELOAD": spaced}
-    with pytest.raises(SystemExit) as left:
-        gpu_check.main(["--nccl", str(paths.get(why, libraries[22807]))])
-    assert left.value.code == 2
-    assert "argument --nccl: " in (line := capsys.readouterr().err.splitlines()[-1]) and why in line
 
 
 # -- the scripts -------------------------------------------------------------------------------------------------------

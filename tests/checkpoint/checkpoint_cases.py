@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero_optim
 from grid_cases import make_mesh
 from sharded_cases import full_state, gathered
 from torch import Tensor, nn
@@ -72,8 +72,6 @@ class Job:
 
 def make_zoo(job: Job, seed: int, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
     """Collective. The model, sharded at stage 3, and its optimizer."""
-    import zero_optim
-
     torch.manual_seed(seed)
     model = (Zoo() if model is None else model).to(job.dtype)
     mesh = make_mesh(job.replicas, dist.get_world_size() // job.replicas) if job.replicas else None
@@ -154,7 +152,3 @@ def flip(file: Path, place: int) -> None:
     data = bytearray(file.read_bytes())
     data[place] ^= 0x10
     file.write_bytes(data)
-
-
-def drawn(seed: int) -> random.Random:
-    return random.Random(f"checkpoint {seed}")

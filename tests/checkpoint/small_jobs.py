@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import zero_optim
 from torch import Tensor, nn
 
 INDEX, FIRST, SECOND = "index.json", "rank-0.safetensors", "rank-1.safetensors"  # files of a checkpoint
@@ -18,8 +19,6 @@ def network(seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 def trained(seed: int, steps: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
-    import zero_optim
-
     model = network(seed, dtype)
     opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2)
     train(model, opt, steps)
@@ -36,8 +35,6 @@ def train(model: nn.Module, opt: Any, steps: int) -> None:
 
 def all_of(model: nn.Module, opt: Any) -> dict[str, Tensor]:
     """Collective. Copies of the parameters, the buffers and the state: of all slices, but for plain ones."""
-    import zero_optim
-
     found = {name: value.clone() for name, value in zero_optim.full_model_state_dict(model, rank=None).items()}
     for index, entry in zero_optim.full_state_dict(opt, rank=None)["state"].items():
         found |= {f"{index}: {kind}": value.clone() for kind, value in entry.items()}

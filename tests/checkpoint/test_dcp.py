@@ -14,6 +14,7 @@ from cells import slow_after
 from harness import run_ranks
 from sharded_cases import Block, Net, Run, full_state, gathered, make, train_step
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -268,8 +269,6 @@ def test_flattened_state_of_named_parameters(
 
 
 def save_to_hugging_face(rank: int, world_size: int, folder: str, stage: int) -> str:
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-
     model, opt = trained(rank, Run(stage=stage))
     content = {"model": model} if stage == 3 else {"optim": opt}
     writer = HuggingFaceStorageWriter(folder, save_distributed=True)

@@ -9,18 +9,17 @@ from pathlib import Path
 import google_crc32c
 import pytest
 import torch
+import zero_optim
 from compare import same
 from harness import run_ranks
 from safetensors import safe_open
 from small_jobs import INDEX, MIB, network
 from torch import Tensor, nn
+from zero_optim import checkpoint
 
 
 def _save_large(rank: int, world_size: int, folder: str, stage: int) -> dict[str, dict[str, Tensor]]:
     """A checkpoint with a parameter of more than 1 MiB, as whole tensors by kind and name."""
-    import zero_optim
-    from zero_optim import checkpoint
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(700, 701), nn.BatchNorm1d(701), nn.Linear(701, 3)).bfloat16()
     model.register_buffer("counts", torch.arange(5))
@@ -94,8 +93,6 @@ def _steps(folder: Path) -> list[str]:
 
 
 def test_keep_last_removes_older_ones_and_nothing_else(tmp_path):
-    from zero_optim import checkpoint
-
     model, own = network(0), ["Step-1", "notes", "step-1.bak", "step-best", ".writing-letters", "step-003", "step-3"]
     for step in (1, 2, 10):
         checkpoint.save(tmp_path, model, step=step)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from kills import MODEL, SAVE_EVERY, Death, assert_same, train
-from training import environment, write_text
+from script_ranks import run_script
+from training import write_text
 from zero_optim import checkpoint
 
 LIMIT = 240.0
@@ -37,8 +36,8 @@ import os, signal, sys
 import torch, torch.distributed as dist
 import zero_optim
 from zero_optim import checkpoint
-folder, background, rank = sys.argv[1], sys.argv[2] == "background", int(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+rank, _, store, folder, how = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
 model = torch.nn.Linear(300, 300)
 opt = zero_optim.ShardedAdamW(model.parameters())
 checkpoint.save(folder, model, opt, step=1)
@@ -50,7 +49,7 @@ def die(*arguments):
     return write(*arguments)
 os.pwrite = die
 try:
-    checkpoint.save(folder, model, opt, step=2, background=background)
+    checkpoint.save(folder, model, opt, step=2, background=how == "background")
     checkpoint.wait()
 except zero_optim.ZeroOptimError as error:
     print(type(error).__name__, error)
@@ -58,31 +57,13 @@ except zero_optim.ZeroOptimError as error:
 """
 
 
-def _ranks_that_save(folder: Path, how: str) -> tuple[int, int, str]:
-    """Exit codes of both, and what rank 0 said. No launcher ends the one that is left."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAVES, str(folder), how, str(rank)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said, _ = ranks[0].communicate(timeout=LIMIT)
-        return ranks[0].returncode, ranks[1].wait(timeout=LIMIT), said
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
     for how in ("blocking", "background"):
-        folder = tmp_path / how
-        code, other, said = _ranks_that_save(folder, how)
-        assert (code, other) == (3, -9), said
+        folder, scripts = tmp_path / how, tmp_path / f"scripts {how}"
+        scripts.mkdir()
+        left, died = run_script(SAVES, 2, scripts, str(folder), how)  # no launcher ends the one that is left
+        said = left.output + left.errors
+        assert (left.code, died.code) == (3, -9), said
         assert "Another rank died" in said
         assert checkpoint.latest(folder) == folder / "step-1"
         assert [path.name for path in folder.iterdir()] == ["step-1"], said

@@ -17,6 +17,7 @@ from compare import same
 from small_jobs import INDEX, MIB, all_of, network, train, trained
 from torch import nn
 from torch.optim import lr_scheduler
+from zero_optim import checkpoint
 
 PLAIN: dict[str, Any] = {
     "constants": [None, True, False, 0, -1, 10**30, "", "ü \ud800 \0 😀", b"", b"\xff\0"],
@@ -51,16 +52,12 @@ PLAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_values_come_back_as_they_were(tmp_path, name):
-    from zero_optim import checkpoint
-
     checkpoint.save(tmp_path, network(0), step=1, extra=PLAIN[name])
     assert same(checkpoint.load(tmp_path, network(1)).extra, PLAIN[name])
 
 
 def test_what_the_index_writes_is_a_plain_value_too(tmp_path):
     """A value is written, and what was written is a value again, and so on: no two of them are mixed up."""
-    from zero_optim import checkpoint
-
     model = network(0)
     value: Any = {name: PLAIN[name] for name in ("floats", "nested", "keys", "counter")}
     for step in range(3):
@@ -100,8 +97,6 @@ NOT_PLAIN: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_what_is_not_plain_raises_or_comes_back(tmp_path, name):
     """TypeError, which says where it is, and nothing is written; or what comes back is of the same type and equal."""
-    from zero_optim import checkpoint
-
     value = NOT_PLAIN[name]()
     if name in ("an ordered dict", "a bytearray", "a conjugate view"):
         checkpoint.save(tmp_path, network(0), step=1, extra={"a": [value]})
@@ -150,8 +145,6 @@ def _go_on(model: nn.Module, opt: Any, scheduler: Any, steps: int) -> list[Any]:
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on(tmp_path, name):
-    from zero_optim import checkpoint
-
     model, opt = trained(0, steps=0)
     scheduler = SCHEDULERS[name](opt)
     _go_on(model, opt, scheduler, 3)

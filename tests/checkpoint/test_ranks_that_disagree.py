@@ -13,6 +13,8 @@ from compare import same
 from harness import run_ranks
 from small_jobs import Stateful, all_of, trained
 from torch import nn
+from zero_optim import checkpoint
+from zero_optim.errors import CollectiveError
 
 
 def _function() -> None:
@@ -29,7 +31,6 @@ class _Growing(nn.Module):
 
 def _disagreements(odd: bool, rank: int, folder: str, model: nn.Module, opt: Any) -> dict[str, Callable[[], Any]]:
     """Calls that differ on the odd rank, each of which all ranks must refuse."""
-    from zero_optim import checkpoint
 
     def saves(**options: Any) -> Callable[[], Any]:
         return lambda: checkpoint.save(options.pop("path", f"{folder}/good"), model, opt, **options)
@@ -78,9 +79,6 @@ ONE_BY_ONE = [  # a rank that waits for others in vain takes the process group w
 def _disagree(rank: int, world_size: int, folder: str, odd: int, *names: str) -> list[str]:
     """What is wrong, in words: after each call that is refused the checkpoint from before is whole, and loads. Without
     ``names`` it makes all calls but those of ONE_BY_ONE."""
-    from zero_optim import checkpoint
-    from zero_optim.errors import CollectiveError
-
     model, opt = trained(0)
     checkpoint.save(f"{folder}/good", model, opt)
     checkpoint.save(f"{folder}/more", model, opt, scheduler=Stateful(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -82,26 +81,3 @@ def test_a_state_of_parts_loads_back_and_into_a_new_optimizer(stage, rule, how):
         assert parts == [LAYERS - len(LATE), len(LATE)]
         for others in (back, anew):
             assert all(torch.equal(a, b) for a, b in zip(others, on, strict=True))
-
-
-def _partly_frozen(rank: int, world_size: int) -> bool:
-    """Load a state of parts where one of the first part is frozen, and so is left out."""
-    model = _model(thawed=False)
-    opt = _optimizer(model, 2, "ShardedAdamW", "thawed")
-    _train(model, opt, rank, 2)
-    for number in LATE:
-        model[number].requires_grad_(True)
-    opt.step()
-    saved = copy.deepcopy(opt.state_dict())
-    again = _model(thawed=True)
-    again[LAYERS - 1].requires_grad_(False)
-    of_new = _optimizer(again, 2, "ShardedAdamW", "thawed")
-    with warnings.catch_warnings(), pytest.raises(zero_optim.StateMismatchError):
-        warnings.simplefilter("ignore")
-        of_new.load_state_dict(saved)
-    return of_new.engine.reducer.layout.parts == [[6, 5, 4, 3, 0], [2, 1]]
-
-
-def test_parameters_that_are_frozen_by_now_are_left_out_of_the_parts():
-    """The layout of the others is that of fewer parameters, so such a state does not fit: it is told."""
-    assert run_ranks(2, _partly_frozen) == [True, True]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import zero_optim
 from cells import slow_where
 from checkpoint_cases import assert_bits
 from harness import run_ranks
@@ -17,6 +19,9 @@ from small_jobs import all_of
 from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from zero_optim import load_safetensors
+from zero_optim.checkpoint.hugging_face import export
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,6 @@ LOADED = (Mesh(1, 1), Mesh(2, 1, 3), Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(1, 4, 2)
 
 
 def _job(mesh: Mesh, dtype: torch.dtype, hidden: int, seed: int = 0):
-    import zero_optim
-
     way = mesh.way(dtype, hidden)
     slices, data = mesh.dimensions()
     model = make_model(way, slices, seed=seed)
@@ -77,9 +80,6 @@ def _step(rank: int, mesh: Mesh, way: Way, model, opt, number: int) -> None:
 def _save(
     rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int, hows: Iterable[str]
 ) -> dict[str, Tensor]:
-    import torch.distributed.checkpoint as dcp
-    import zero_optim
-
     model, opt, way = _job(mesh, dtype, hidden)
     for number in range(2):
         _step(rank, mesh, way, model, opt, number)
@@ -100,9 +100,6 @@ def _load(
     rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int, hows: Iterable[str]
 ) -> list[dict]:
     """What is there after each way to load."""
-    import torch.distributed.checkpoint as dcp
-    import zero_optim
-
     found = []
     for how in hows:
         model, opt, way = _job(mesh, dtype, hidden, seed=rank + 1)
@@ -125,8 +122,6 @@ def _load(
 
 def _load_weights(model, weights: Mapping[str, Tensor]) -> None:
     """Whole tensors: a DTensor takes no plain one, so it is cut as torch cuts it."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = weights[name]
@@ -179,9 +174,6 @@ def _load_on(
 
 
 def _load_exported(rank: int, world_size: int, meshes: Iterable[Mesh], folder: str) -> list[dict[str, Tensor]]:
-    import zero_optim
-    from zero_optim import load_safetensors
-
     found = []
     for mesh in meshes:
         model, opt, _ = _job(mesh, torch.float32, 24, seed=rank + 1)
@@ -193,7 +185,6 @@ def _load_exported(rank: int, world_size: int, meshes: Iterable[Mesh], folder: s
 
 def test_slices_are_exported_whole_and_read_from_whole_files(tmp_path):
     from safetensors.torch import load_file
-    from zero_optim.checkpoint.hugging_face import export
 
     saved = Mesh(2, 2, 3)
     (wanted, *_) = run_ranks(4, _save, saved, str(tmp_path), torch.float32, 24, HOWS[:1], timeout=120)

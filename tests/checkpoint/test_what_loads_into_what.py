@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from compare import same
 from small_jobs import network, train
 from torch import Tensor, nn
+from zero_optim import checkpoint
 
 TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
@@ -26,8 +28,6 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", TORCHS)
 def test_an_optimizer_of_torch_goes_on(tmp_path, name):
-    from zero_optim import checkpoint
-
     model, other = network(0, torch.float32), network(1, torch.float32)
     opt, its_opt = (TORCHS[name](m.parameters()) for m in (model, other))
     train(model, opt, 2)
@@ -52,8 +52,6 @@ class _Three(nn.Module):
 def _three(
     rule: str, seed: int, unused: tuple[str, ...] = (), steps: int = 1, **options: bool
 ) -> tuple[nn.Module, Any]:
-    import zero_optim
-
     model = _Three(seed, **options)
     opt: Any = (
         zero_optim.ShardedAdamW(model.named_parameters())
@@ -68,8 +66,6 @@ def _three(
 
 
 def _moments(opt: Any) -> list[Tensor]:
-    import zero_optim
-
     state = zero_optim.full_state_dict(opt) if isinstance(opt, zero_optim.ShardedAdamW) else opt.state_dict()
     return [state["state"][index]["exp_avg"] for index in sorted(state["state"])]
 
@@ -82,8 +78,6 @@ RULES = ("sharded", "adamw")
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_parameter_that_was_never_updated_is_not_missed(tmp_path, source, target, steps):
     """As a strict load does not count such a state where it is left over."""
-    from zero_optim import checkpoint
-
     model, opt = _three(source, 0, unused=("second",), steps=steps)
     other, its_opt = _three(target, 1, steps=0)
     checkpoint.save(tmp_path, model, opt, step=steps)
@@ -94,8 +88,6 @@ def test_a_parameter_that_was_never_updated_is_not_missed(tmp_path, source, targ
 @pytest.mark.parametrize("target", RULES)
 @pytest.mark.parametrize("strict", [True, False])
 def test_where_a_tie_is_gone_both_get_the_saved_values(tmp_path, target, strict):
-    from zero_optim import checkpoint
-
     model, opt = _three("sharded", 0, tied=True)
     checkpoint.save(tmp_path, model, opt)
     other, its_opt = _three(target, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import zero_optim
 from checkpoint_cases import Cell, Job, Zoo, assert_bits, flip, look, make_zoo, train_zoo
 from checkpoint_files import read_contents
 from guards import open_files_in
@@ -97,8 +98,6 @@ def test_it_is_refused_within_a_forward() -> None:
 
 
 def gathered_meanwhile(rank: int, world_size: int, folder: str) -> None:
-    import zero_optim
-
     model, opt = make_zoo(Job(stage=3), seed=0)
     with zero_optim.gather_parameters(model):
         for call in (

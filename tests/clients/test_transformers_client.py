@@ -74,14 +74,6 @@ def test_a_model_trains_as_with_adamw(name: str) -> None:
     assert_like_adamw(weights(ours), weights(expected), LR, 5)
 
 
-def test_the_loop_goes_on_where_it_stopped(tmp_path: Any) -> None:
-    main = load_example("transformers_loop").main
-    straight = main(["--steps", "6"])
-    main(["--steps", "3", "--checkpoint", str(tmp_path / "state")])
-    resumed = main(["--steps", "6", "--checkpoint", str(tmp_path / "state")])
-    assert_bitwise(weights(resumed), weights(straight), "dropout, schedule and all")
-
-
 def _loop(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with as_torchrun(rank, world_size):
         example = load_example("transformers_loop")
@@ -98,7 +90,6 @@ def _loop(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return {**found, "resumed": weights(resumed)}
 
 
-@pytest.mark.slow
 def test_the_loop_on_two_ranks(tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(2, _loop, str(tmp_path)))
     assert_like_adamw(found["ours"], found["expected"], LR, 4)

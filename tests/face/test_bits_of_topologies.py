@@ -22,6 +22,7 @@ from oracle import Hyper, MasterAdamW, accumulate, pack_rounded
 from simulated_gpu.switch import LATE
 from tensor_cases import make_mesh
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from training_cases import DTYPES, SHAPES, TINY_CAP_MB, assert_bitwise, difference, maybe_no_sync
 from zero_optim import ShardedAdamW, gather_parameters, shard_module
@@ -444,8 +445,6 @@ def test_experts_at_stage_3_have_no_races(name: str) -> None:
 
 
 def train_half(rank: int, world_size: int) -> list[Tensor]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     halves = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("job", "replicate", "shard"))
     topology = TOPOLOGIES["replicas of two shards"]
     return train(rank % 4, topology, Cell(2, 2), torch.float32, halves["replicate", "shard"], "")

@@ -245,21 +245,3 @@ def test_the_census_sees_what_is_left():
     assert grown["objects"] >= len(kept)
     kept[-1].close()
     gc.unfreeze()
-
-
-class LeavesGarbage:
-    """A cycle whose collection leaves another, ``depth`` times, each with a tensor."""
-
-    def __init__(self, depth: int) -> None:
-        self.itself, self.depth, self.tensor = self, depth, torch.ones(1)
-
-    def __del__(self) -> None:
-        if self.depth:
-            LeavesGarbage(self.depth - 1)
-
-
-@pytest.mark.slow
-def test_garbage_that_leaves_garbage_is_not_counted():
-    before = census()
-    LeavesGarbage(depth=3)
-    assert census()["tensors"] == before["tensors"]

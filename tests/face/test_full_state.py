@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from guards import CollectiveLog
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, adamw_bound
@@ -18,6 +20,7 @@ from training_cases import (
     assert_bitwise,
     assert_within,
     copies,
+    error_of,
     linear_backward,
     make_gradients,
     make_parameters,
@@ -60,8 +63,6 @@ def _groups(params: Sequence[Any], tensor_lr: bool = False) -> list[dict[str, An
 
 
 def _sharded(params: Sequence[nn.Parameter], stage: int, named_too: bool = False, **options: Any) -> Any:
-    import zero_optim
-
     entries = named(params) if named_too else params
     return zero_optim.ShardedAdamW(_groups(entries, **options), stage=stage, bucket_cap_mb=TINY_CAP_MB)
 
@@ -91,8 +92,6 @@ def _state_tensors(state: dict[str, Any], parameters: int = len(SHAPES)) -> list
 
 def _in_and_out(rank: int, world_size: int, stage: int, tensor_lr: bool) -> tuple[list[Tensor], list[Tensor]]:
     """fp32 parameters and moments after AdamW, ShardedAdamW, AdamW; ShardedAdamW reads from and writes to rank 0."""
-    import zero_optim
-
     params = _parameters(torch.float32)
     before = torch.optim.AdamW(_groups(params, tensor_lr))
     _train_alone(params, before, range(LEG))
@@ -130,8 +129,6 @@ def test_a_job_moves_from_adamw_and_back(world_size):
 
 def _in_16_bits(rank: int, world_size: int, direct: bool) -> list[Tensor]:
     """bf16 parameters and state after AdamW, ShardedAdamW, AdamW and ShardedAdamW again."""
-    import zero_optim
-
     params = _parameters(torch.bfloat16)
     before = torch.optim.AdamW(_groups(params))
     _train_alone(params, before, range(LEG))
@@ -189,8 +186,6 @@ def test_16_bit_parameters_get_masters_from_themselves(direct):
 
 def _loaded_in_use(rank: int, world_size: int, direct: bool) -> list[list[Tensor]]:
     """Full states after a step, of a fresh optimizer and of one in use that have loaded the same."""
-    import zero_optim
-
     adamw = torch.optim.AdamW(_groups(_parameters(torch.bfloat16)))
     _train_alone([p for group in adamw.param_groups for p in group["params"]], adamw, range(1, 2))
     state = adamw.state_dict()
@@ -229,8 +224,6 @@ def _leg(
     rank: int, world_size: int, leg: int, stage: int, dtype: torch.dtype, saved: tuple[Any, list[Tensor]] | None
 ) -> tuple[Any, list[Tensor]]:
     """LEG steps from a full state and parameters; the state is loaded before the model where ``leg`` is odd."""
-    import zero_optim
-
     params = _parameters(dtype)
     opt = _sharded(params, stage, named_too=leg % 2 == 0)
     if saved is not None:
@@ -269,8 +262,6 @@ def test_moving_over_worlds_and_stages_changes_no_bit(dtype):
 
 
 def _described(rank: int, world_size: int) -> dict[str, Any]:
-    import zero_optim
-
     params = _parameters(torch.bfloat16)
     opt = _sharded(params, stage=1, named_too=True)
     torch.optim.lr_scheduler.ConstantLR(opt)
@@ -321,8 +312,6 @@ def test_a_full_state_is_what_adamw_saves_and_masters():
 
 
 def _failing_on_one_rank(rank: int, world_size: int) -> str:
-    import zero_optim
-
     params = _parameters(torch.float32)
     opt = _sharded(params, stage=2)
     _train(params, opt, range(1), rank, world_size)
@@ -331,13 +320,9 @@ def _failing_on_one_rank(rank: int, world_size: int) -> str:
         gathered = states.whole_tensors
         # They arrive, and cannot be copied to the host.
         states.whole_tensors = lambda: ((index, name, whole.to("meta")) for index, name, whole in gathered())
-    try:
-        zero_optim.full_state_dict(opt, rank=None)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        opt.close()
-    return "nothing raised"
+    found = error_of(lambda: zero_optim.full_state_dict(opt, rank=None))
+    opt.close()
+    return ": ".join(found)
 
 
 def test_a_rank_that_fails_is_named_on_the_others():
@@ -347,8 +332,6 @@ def test_a_rank_that_fails_is_named_on_the_others():
 
 
 def test_an_edited_weight_is_in_the_masters():
-    import zero_optim
-
     params = _parameters(torch.bfloat16)
     opt = _sharded(params, stage=2)
     _train(params, opt, range(2), 0, 1)
@@ -360,8 +343,6 @@ def test_an_edited_weight_is_in_the_masters():
 
 def test_adam_and_options_move_too():
     """L2 instead of decoupled decay, maximize, an option of the user's own, a step that is a number."""
-    import zero_optim
-
     reference, params = _parameters(torch.float32), _parameters(torch.float32)
     adam = torch.optim.Adam(_groups(reference), weight_decay=0.1, maximize=True)
     _train_alone(reference, adam, range(2))
@@ -438,8 +419,6 @@ def _broken_states() -> dict[str, tuple[Any, str]]:
 
 def _refusals(rank: int, world_size: int, stage: int, direct: bool) -> dict[str, tuple[str, str]]:
     """What loading each broken state raises; nothing may have changed."""
-    import zero_optim
-
     params = _parameters(torch.float32)
     opt = _sharded(params, stage, named_too=True)
     _train(params, opt, range(2), rank, world_size)
@@ -447,13 +426,8 @@ def _refusals(rank: int, world_size: int, stage: int, direct: bool) -> dict[str,
     groups = [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
     found = {}
     for case, (state, _) in _broken_states().items():
-        try:
-            if direct:
-                opt.load_state_dict(state)
-            else:
-                zero_optim.load_full_state_dict(opt, state if rank == 0 else None)
-        except zero_optim.ZeroOptimError as error:
-            found[case] = (type(error).__name__, str(error))
+        load = opt.load_state_dict if direct else partial(zero_optim.load_full_state_dict, opt)
+        found[case] = error_of(partial(load, state if direct or rank == 0 else None))
     assert_bitwise(_state_tensors(zero_optim.full_state_dict(opt, rank=None)) + copies(params), before)
     assert groups == [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
     if world_size > 1 and not direct:
@@ -475,8 +449,6 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank(world_size, direc
 
 
 def test_state_of_a_parameter_frozen_here_is_left_out_with_a_warning():
-    import zero_optim
-
     params = make_parameters(SHAPES)
     adamw = torch.optim.AdamW(_groups(params))
     grads = make_gradients(params, 0, 0)
@@ -489,8 +461,6 @@ def test_state_of_a_parameter_frozen_here_is_left_out_with_a_warning():
 
 
 def test_hooks_are_called_as_torch_calls_them():
-    import zero_optim
-
     def note(log: list[str]) -> dict[str, Callable[..., Any]]:
         def rename(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
             log.append("load before")

@@ -7,11 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import zero_optim
 from cells import slow_after
 from grid_cases import make_mesh, on_mesh
 from harness import run_ranks
 from sharded_cases import ON_DISK, Block, Net, Outcome, Run, loss_of, losses_and_state, make, tokens
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training_cases import DTYPES, assert_bitwise, linear_backward, make_gradients, make_parameters
+from zero_optim import memory
+from zero_optim.comm.handle import SecondLegs
+from zero_optim.comm.topology import read_rows
 
 ACCUMULATIONS = ((1, False), (3, True), (2, False))  # micro-batches; whether all but the last are under no_sync
 
@@ -58,8 +64,6 @@ Found = tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]
 
 def _sent(rank: int, world_size: int, stage: int, state_over: str) -> Found:
     """Bytes of one step, and what was planned; bytes held, and planned."""
-    from zero_optim import memory
-
     torch.manual_seed(0)
     model, opt = make(on_mesh(Run(stage=stage), make_mesh(2, world_size // 2), state_over=state_over), Net(width=128))
 
@@ -118,9 +122,6 @@ def test_state_over_all_sends_as_many_bytes_over_either_link(stage):
 
 def _gathered_behind_reductions(rank: int, world_size: int) -> list[float]:
     """Ranks differ in which second legs of the reductions they have issued as they gather over the same group."""
-    import zero_optim
-    from zero_optim.comm.handle import SecondLegs
-
     _, opt = make(on_mesh(Run(stage=2), make_mesh(2, 2), state_over="all"), model := Net())
     for step in range(2):
         late = mock.patch.object(SecondLegs, "issue_arrived", lambda legs, seconds: None)
@@ -169,9 +170,6 @@ def test_after_a_step_one_rank_can_go_on_alone():
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    import zero_optim
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
     def told(mesh: object, stage: int = 2) -> str:
         with pytest.raises(ValueError) as caught:
             zero_optim.ShardedAdamW(make_parameters(), stage=stage, mesh=mesh)
@@ -223,9 +221,6 @@ def test_a_mesh_that_does_not_fit_is_refused_by_name():
 
 def _named_the_other_way(rank: int, world_size: int) -> tuple[list, list]:
     """Dimensions are told by their names first."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from zero_optim.comm.topology import read_rows
-
     turned = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp_shard", "dp_replicate"))
     unnamed = init_device_mesh("cpu", (2, 3))
     return list(read_rows(turned)), list(read_rows(unnamed))
@@ -238,9 +233,6 @@ def test_which_dimension_repeats_is_told_by_name_else_the_first():
 
 
 def _groups_made(rank: int, world_size: int) -> list[int]:
-    import torch.distributed as dist
-    import zero_optim
-
     mesh = make_mesh(2, 2)
     counts = []
     for _ in range(3):

@@ -122,48 +122,6 @@ def test_state_elsewhere_and_in_other_forms(options: dict[str, Any]) -> None:
     run_ranks(2, _elsewhere, options)
 
 
-# -- what is one for all rules ----------------------------------------------------------------------------------------
-
-
-def _average(params: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Of two ranks."""
-    every = [make_gradients(params, rank, step) for rank in range(2)]
-    return [(one + other) / 2 for one, other in zip(*every, strict=True)]
-
-
-def _clipped(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    params = _parameters(torch.float32)
-    opt = _mixed(params, ns_gram=False)
-    norms = []
-    for step in range(STEPS):
-        linear_backward(params, make_gradients(params, rank, step))
-        norms.append(opt.clip_grad_norm_(0.5))
-        opt.step()
-        opt.zero_grad()
-    found = copies(params), norms
-    opt.close()
-    return found
-
-
-def test_the_norm_is_of_all() -> None:
-    """That of torch in one process, and clipped by it."""
-    params = _parameters(torch.float32)
-    matrices, others = _split(params)
-    opts = torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAM)
-    norms = []
-    for step in range(STEPS):
-        for parameter, gradient in zip(params, _average(params, step), strict=True):
-            parameter.grad = gradient
-        norms.append(nn.utils.clip_grad_norm_(params, 0.5))
-        for opt in opts:
-            opt.step()
-    for found, its in run_ranks(2, _clipped):
-        torch.testing.assert_close(its, norms, rtol=1e-6, atol=0)
-        for parameter, exact in zip(found, params, strict=True):
-            by_muon = any(exact is matrix for matrix in matrices)  # which rounds them to bf16
-            torch.testing.assert_close(parameter, exact.detach(), rtol=0, atol=2e-4 if by_muon else 1e-6)
-
-
 # -- saved and loaded -------------------------------------------------------------------------------------------------
 
 

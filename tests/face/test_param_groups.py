@@ -10,7 +10,6 @@ from cells import halves_of
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, adamw_bound, averages
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from training_cases import (
     SHAPES,
     TINY_CAP_MB,
@@ -48,8 +47,6 @@ def _mixed_parameters() -> list[nn.Parameter]:
 
 
 def _train_groups(rank: int, world_size: int, stage: int, cap: float) -> list[Tensor]:
-    import zero_optim
-
     params = _mixed_parameters()
     order = list(range(len(params)))
     groups = [_group([params[i] for i in order if i % 3 == k], hyper) for k, hyper in enumerate(GROUPS)]
@@ -83,89 +80,8 @@ def test_groups_over_dtypes_with_changing_hyper_parameters(world_size, cap):
             assert_bitwise(params, oracle.params, f"stage {stage}")
 
 
-def _train_tiny(rank: int, world_size: int, stage: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    import zero_optim
-
-    params = make_parameters(shapes, torch.bfloat16, seed=rank)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage)
-    for step in range(3):
-        linear_backward(params, make_gradients(params, rank, step, grid=world_size))
-        opt.clip_grad_norm_(1e9)
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("shapes", [((1,),), ((),), ((0,),), ((3,), (0, 4), (1, 1)), ((129,),)], ids=str)
-def test_more_ranks_than_elements(shapes):
-    oracle = MasterAdamW(make_parameters(shapes, torch.bfloat16), Hyper(lr=1e-2))
-    for step in range(3):
-        oracle.step(averages([make_gradients(oracle.params, rank, step, grid=4) for rank in range(4)]))
-    for stage in (0, 1, 2):
-        for params in run_ranks(4, _train_tiny, stage, shapes):
-            assert_bitwise(params, oracle.params, f"stage {stage}")
-
-
-class _Tied(nn.Module):
-    """One weight is embedding and output; another is used in two reentrant checkpoints and becomes ready twice."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            self.embedding = nn.Embedding(20, 8)
-            self.shared = nn.Linear(8, 8)
-            self.out = nn.Linear(8, 20, bias=False)
-        self.out.weight = self.embedding.weight
-        self.reentrant = reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for _ in range(2):
-            x = checkpoint(self.shared, x, use_reentrant=True) if self.reentrant else self.shared(x)
-            x = torch.tanh(x)
-        return nn.functional.cross_entropy(self.out(x[:-1]), tokens[1:])
-
-
 def _tokens(rank: int, step: int) -> Tensor:
     return torch.randint(20, (12,), generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def _train_tied(rank: int, world_size: int, stage: int, reentrant: bool) -> list[Tensor]:
-    import zero_optim
-
-    model = _Tied(reentrant)
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(4):
-        model(_tokens(rank, step)).backward()
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    assert model.out.weight is model.embedding.weight
-    return copies(model.parameters())
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_tied_weights_and_parameters_that_become_ready_more_than_once(reentrant):
-    model = _Tied(reentrant)
-    oracle = MasterAdamW(list(model.parameters()), Hyper(lr=1e-2))
-    for step in range(4):
-        local = []
-        for rank in range(2):
-            model.zero_grad()
-            model(_tokens(rank, step)).backward()
-            local.append([p.grad for p in model.parameters()])
-        oracle.step(averages(local))
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), oracle.params, strict=True):
-                p.copy_(value)
-    for stage in (0, 1, 2):
-        for params in run_ranks(2, _train_tied, stage, reentrant):
-            if reentrant and stage:  # the first step reduces twice, and rounds once more
-                torch.testing.assert_close(list(params), list(oracle.params), rtol=0, atol=2.5e-7)
-            else:
-                assert_bitwise(params, oracle.params, f"stage {stage}")
 
 
 # -- param_groups ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from harness import RankFailure, run_ranks
 from pipeline_cases import MICRO, SCHEDULES, Pipeline, batch, loss_of, make_blocks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from zero_optim import GradientError, GradScaler, RankMismatchError, ShardedAdamW, gather_parameters, shard_module
+from training_cases import error_of
+from zero_optim import GradScaler, RankMismatchError, ShardedAdamW, gather_parameters, shard_module
 from zero_optim.engine import open_engines
 
 STEPS, LR = 3, 1e-2
@@ -160,11 +161,8 @@ def alarm(rank: int, world_size: int) -> tuple[str, bool]:
     forward_backward(pipeline, opt, mesh, 0)
     if rank == 0:
         own["0"].up.weight.grad = own["0"].up.weight.grad.to_sparse()
-    before, raised = values(own), ""
-    try:
-        opt.step()
-    except (GradientError, RankMismatchError) as error:
-        raised = str(error)
+    before = values(own)
+    _, raised = error_of(opt.step)
     after = values(own)
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
     for _ in range(2):  # all of them go on
@@ -205,17 +203,15 @@ def failing_alone(rank: int, world_size: int, how: str) -> tuple[str, bool, int]
     """Something is wrong on the last stage alone, which raises before the stages exchange, or after they have."""
     pipeline, opt, own = make_narrow()
     pipeline.forward_backward(*batch(0, 0))
-    before, raised, weight = values(own), "", next(iter(own.values())).up.weight
+    before, weight = values(own), next(iter(own.values())).up.weight
     if "clipped" in how:
         opt.clip_grad_norm_(1.0)
     if rank == 1 and "sparse" in how:
         weight.grad = weight.grad.to_sparse()
     if rank == 1 and "lr" in how:
         opt.param_groups[0]["lr"] = -1.0
-    try:
-        opt.clip_grad_norm_(1.0, 2.0, [nn.Parameter()]) if rank == 1 and "foreign" in how else opt.step()
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
+    clips = rank == 1 and "foreign" in how
+    raised = ": ".join(error_of(lambda: opt.clip_grad_norm_(1.0, 2.0, [nn.Parameter()]) if clips else opt.step()))
     unchanged = all(torch.equal(before[name], value) for name, value in values(own).items())
     opt.param_groups[0]["lr"] = LR
     for _ in range(2):

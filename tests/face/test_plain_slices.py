@@ -13,7 +13,9 @@ from harness import run_ranks
 from megatron_cases import HYPER, Block, loss_of, make_model
 from oracle import MasterAdamW
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from training_cases import Planned, linear_backward, linear_loss, raise_in_backward
 from zero_optim import GradientError, ParameterError, RankMismatchError, ShardedAdamW, gather_parameters, shard_module
 
@@ -100,9 +102,6 @@ def told(kind: type[Exception], params: Any, **options: Any) -> str:
 
 
 def mistakes(rank: int, world_size: int) -> dict[str, str]:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-    from torch.distributed.tensor import DTensor, Shard
-
     mesh = make_mesh(2)
     dp, tp = mesh["dp"], mesh["tp"]
     both = {"mesh": dp, "tensor_parallel": tp}

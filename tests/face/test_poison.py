@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from training_cases import ROW, TINY_CAP_MB, debugging, linear_backward, make_gradients, make_parameters
 
 
 def _buffers(rank: int, world_size: int, poison: bool, later: bool) -> list[bool]:
     """Whether each communication buffer is NaN after a step; ``later``: the variable is set after construction."""
-    import zero_optim
-
     params = make_parameters(((11, ROW),) * 6)  # no multiple of the ranks: they are packed
     with debugging(poison and not later):
         opt = zero_optim.ShardedAdamW(params, stage=2, bucket_cap_mb=TINY_CAP_MB)
@@ -36,8 +35,6 @@ def test_the_environment_poisons_what_is_released_if_it_says_so_at_construction(
 
 
 def test_an_option_of_the_environment_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import zero_optim
-
     monkeypatch.setenv("ZERO_OPTIM_DEBUG", "poisson")
     with pytest.raises(ValueError, match="ZERO_OPTIM_DEBUG.*poisson"):
         zero_optim.ShardedAdamW(make_parameters(((3,),)))

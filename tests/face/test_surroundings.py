@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -33,13 +34,14 @@ SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] =
 }
 
 
-def _model(stage: int) -> tuple[nn.Sequential, zero_optim.ShardedAdamW]:
+def _model(stage: int, surrounding: str = "nothing") -> tuple[nn.Sequential, zero_optim.ShardedAdamW]:
+    """``surrounding``: of the constructor."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     if stage == 3:
         zero_optim.shard_module(model, (nn.Sequential,))
-        return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, telemetry_every=1)
-    return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, stage=stage, telemetry_every=1)
+    with SURROUNDINGS[surrounding]():
+        return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, stage=stage, telemetry_every=1)
 
 
 def _input(rank: int, step: int) -> Tensor:
@@ -54,7 +56,7 @@ def _trained(
     rank: int, world_size: int, stage: int, surrounding: str
 ) -> tuple[list[Tensor], list[float], dict[str, float]]:
     """Parameters, norms, and what was measured of the last step."""
-    model, opt = _model(stage)
+    model, opt = _model(stage, surrounding)
     norms = []
     for step in range(STEPS):
         loss = model(_input(rank, step)).square().sum()
@@ -64,6 +66,7 @@ def _trained(
             opt.step()
             measured = opt.telemetry(over_ranks=True).floats()
             opt.zero_grad()
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
         norms.append(float(norm))
     return _whole(model), norms, measured
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
-from torch.nn import functional as F
 from training_cases import assert_bitwise
 from zero_optim import validate
 from zero_optim.comm.collectives import Comm
@@ -115,56 +114,12 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(5, 6, generator=generator) * (rank + 1), torch.randint(3, (5,), generator=generator)
-
-
 def _make(stage: int, group: Any = None, norm: Any = nn.BatchNorm1d) -> tuple[nn.Module, Any]:
     model = Net(norm)
     if stage == 3:
         zero_optim.shard_module(model, (nn.Sequential,), process_group=group)
     options = {} if stage == 3 else {"stage": stage, "process_group": group}
     return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, eps=1e-6, **options)
-
-
-def _train(model: nn.Module, opt: Any, rank: int, steps: int = 3) -> None:
-    for step in range(steps):
-        x, y = _batch(rank, step)
-        F.cross_entropy(model(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    return [buffer.clone() for buffer in model.buffers()]
-
-
-def _batch_norm(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], ...]:
-    model, opt = _make(stage)
-    _train(model, opt, rank)
-    own = _statistics(model)
-    zero_optim.sync_buffers(model, how="mean")
-    mean = _statistics(model)
-    _train(model, opt, rank)
-    drifted = _statistics(model)
-    zero_optim.sync_buffers(model)
-    opt.close()
-    return own, mean, drifted, _statistics(model)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_batch_norm(stage: int) -> None:
-    """Statistics differ between ranks until they are synchronised, and differ again in later steps."""
-    (own, mean, drifted, final), (own_1, mean_1, drifted_1, final_1) = run_ranks(2, _batch_norm, stage)
-    assert (own[0] - own_1[0]).abs().max() > 0.01
-    expected = [((a.double() + b.double()) / 2).to(a.dtype) for a, b in zip(own, own_1, strict=True)]
-    assert_bitwise(mean, expected)
-    assert_bitwise(mean_1, expected)
-    assert int(mean[2]) == 3  # num_batches_tracked
-    assert (drifted[0] - drifted_1[0]).abs().max() > 0.01
-    assert_bitwise(final, drifted)
-    assert_bitwise(final_1, drifted)
 
 
 def _in_a_part(rank: int, world_size: int, how_known: str) -> float:

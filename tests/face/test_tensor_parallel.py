@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 import oracle_float64
 import pytest
 import torch
+import zero_optim
 from cells import slow_after
+from guards import no_host_reads
 from harness import run_ranks
 from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from zero_optim import memory
 
 
 def _optimizer(way: Way, model: Gpt, data: object):
     """``data``: the mesh to average over."""
-    import zero_optim
-
     given = {} if way.stage == 3 else {"mesh": data}
     if way.stage == 3:
         zero_optim.shard_module(model, (Block,), mesh=data)
@@ -43,9 +45,6 @@ in_parts = pytest.mark.parametrize("part", slow_after(1, (0, 1)))
 
 def _shown(rank: int, stage: int) -> None:
     """Wherever a user looks, parameters and readable gradients are DTensors of the same mesh and placements."""
-    import zero_optim
-    from torch.distributed.tensor import DTensor
-
     mesh = make_mesh(2, 2)
     way = Way(stage=stage)
     model = make_model(way, mesh["tp"])
@@ -84,8 +83,6 @@ def test_parameters_and_readable_gradients_are_dtensors(part):
 def _dropped_on_one_rank(rank: int, stage: int) -> tuple[Tensor, Tensor]:
     """In the second step rank 1 drops its term of a norm's gradient: the term of each rank, and the average that was
     made of them."""
-    import zero_optim
-
     mesh = make_mesh(2, 2)
     model = make_model(Way(), mesh["tp"])
     opt = _optimizer(Way(stage=stage), model, mesh["dp"])
@@ -120,8 +117,6 @@ def test_a_term_that_is_dropped_on_one_rank_counts_as_zero(part):
 
 def _accounts(rank: int, stage: int) -> tuple[dict[str, int], ...]:
     """Bytes that a step sends, and that were planned; that are held, and planned."""
-    from zero_optim import memory
-
     mesh = make_mesh(2, 2)
     way = Way(stage=stage, hidden=37)
     model = make_model(way, mesh["tp"])
@@ -158,8 +153,6 @@ def test_traffic_over_either_link_and_memory_are_as_planned(part):
 
 
 def _no_host_reads(rank: int, stage: int) -> None:
-    from guards import no_host_reads
-
     mesh = make_mesh(2, 2)
     way = Way(stage=stage, sequence=False)
     model = make_model(way, mesh["tp"])
@@ -181,8 +174,6 @@ def test_a_step_reads_nothing_on_the_host(part):
 
 def _from_meta(rank: int, stage: int) -> tuple[oracle_float64.Report, list[str]]:
     """Trained once, beside the oracle; which parameters differ from their masters, in whole."""
-    import zero_optim
-
     mesh, way = make_mesh(2, 2), Way(stage=stage, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = make_model(way)

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from sharded_cases import Block, Net, gathered, tokens
 from torch import Tensor, nn
@@ -14,8 +15,6 @@ from training_cases import assert_bitwise
 
 def _trained(rank: int, world_size: int, stage: int, inference: bool) -> list[list[Tensor]]:
     """A model whose optimizer is made, and later grows, in ``inference_mode``, or not."""
-    import zero_optim
-
     mode = torch.inference_mode if inference else contextlib.nullcontext
     torch.manual_seed(0)
     model = Net()
@@ -52,8 +51,6 @@ def test_an_optimizer_made_in_inference_mode_trains_as_any(stage: int, world_siz
 
 
 def _made_in_inference_mode(rank: int, world_size: int) -> list[str]:
-    import zero_optim
-
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(7, 5))
     messages = []
@@ -75,8 +72,6 @@ def test_parameters_made_in_inference_mode_are_refused_by_name() -> None:
 
 def _loaded_by_swapping(rank: int, world_size: int, swap: bool) -> tuple[list[list[Tensor]], bool]:
     """A sharded model loads a whole state, and later its own shards; it trains after each."""
-    import zero_optim
-
     torch.manual_seed(1)
     whole = Net().state_dict()
     torch.manual_seed(0)

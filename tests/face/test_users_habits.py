@@ -124,24 +124,12 @@ def _saved_and_loaded(
     return copies(later), copies(params), keys
 
 
-def _trains_two_networks(make: Make, params: list[nn.Parameter], gradients: Gradients) -> torch.optim.Optimizer:
-    opt = make(_two_networks(params))
-    for step in range(MOST_STEPS):
-        _step(opt, params, gradients(step))
-    return opt
-
-
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 1), (2, 2)])
 def test_a_state_with_clashing_names_holds_every_parameter_and_continues_exactly(world_size, stage, full):
     for loaded, straight, keys in run_ranks(world_size, _saved_and_loaded, stage, full):
         assert set(keys) == {0, 1, 2, 3, "empty", "scale"}, "clashing names give way to the index"
         assert_bitwise(loaded, straight, "after loading")
-
-
-def test_parameters_with_clashing_names_train_as_with_adamw():
-    _assert_trains_as_adamw(_trains_two_networks, world_size=1)
-    _assert_trains_as_adamw(_trains_two_networks, world_size=2)
 
 
 def test_clashing_names_in_one_list_hold_every_parameter():
@@ -359,49 +347,6 @@ def test_a_hook_that_clamps_acts_on_each_ranks_own_gradient_before_averaging(wor
         assert_bitwise(params, ranks[0][0], "ranks differ")
 
 
-# -- torch's default dtype --------------------------------------------------------------------------------------------
-
-DEFAULT_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
-
-
-def _under_default_dtypes(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Parameters, norms and state of the same training under float32 and under each of the other default dtypes."""
-    return [_under_default_dtype(default, rank, world_size, dtype) for default in (torch.float32, *DEFAULT_DTYPES)]
-
-
-def _under_default_dtype(default: torch.dtype, rank: int, world_size: int, dtype: torch.dtype) -> list[Tensor]:
-    params = make_parameters(dtype)
-    steps = [make_gradients(params, rank, step) for step in range(STEPS)]
-    norms: list[Tensor] = []
-    torch.set_default_dtype(default)
-    try:
-        opt = _sharded(2)(params)
-        for step, gradients in enumerate(steps):
-            sum((p.float() * g.float()).sum() for p, g in zip(params, gradients, strict=True)).backward()
-            norms.append(opt.clip_grad_norm_(0.5, parameters=[params[0], params[3]]))
-            if step % 2:
-                norms.append(opt.clip_grad_norm_(2.0))
-            opt.step()
-            opt.zero_grad()
-            if step == 1:
-                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        state = zero_optim.full_state_dict(opt, rank=None)["state"]
-        opt.close()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    tensors = [value for index in sorted(state) for _, value in sorted(state[index].items())]
-    return [*copies(params), *norms, *tensors]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_torchs_default_dtype_changes_no_bit(world_size, dtype):
-    for usual, *others in run_ranks(world_size, _under_default_dtypes, dtype):
-        assert any(not torch.equal(a, b) for a, b in zip(usual, make_parameters(dtype), strict=False)), "it trains"
-        for default, tensors in zip(DEFAULT_DTYPES, others, strict=True):
-            assert_bitwise(tensors, usual, f"under {default}")
-
-
 # -- frozen parameters ------------------------------------------------------------------------------------------------
 
 FROZEN = (1, 2, 5)
@@ -547,32 +492,6 @@ def test_an_empty_state_begins_anew_as_with_adamw(world_size, stage, between):
     _assert_trains_as_adamw(partial(_restarts, between), world_size=world_size, stage=stage)
 
 
-def _restarted_bf16(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters after a restart, and those of a new optimizer on the same values."""
-    params = make_parameters(torch.bfloat16)
-    opt = _sharded()(params)
-    for step in range(STEPS):
-        _step(opt, params, make_gradients(params, rank, step))
-    fresh = [nn.Parameter(values) for values in copies(params)]
-    opt.reset_state(keep=None)
-    for step in range(STEPS, MOST_STEPS):
-        _step(opt, params, make_gradients(params, rank, step))
-    state = opt.state_dict()["state"].values()
-    assert {float(entry["step"]) for entry in state} == {MOST_STEPS - STEPS}
-    opt.close()
-    opt = _sharded()(fresh)
-    for step in range(STEPS, MOST_STEPS):
-        _step(opt, fresh, make_gradients(params, rank, step))
-    opt.close()
-    return copies(params), copies(fresh)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reset_that_keeps_nothing_makes_a_bf16_model_train_as_with_a_new_optimizer(world_size):
-    for params, fresh in run_ranks(world_size, _restarted_bf16):
-        assert_bitwise(params, fresh)
-
-
 def test_a_state_that_holds_something_is_to_be_loaded():
     params = make_parameters()
     opt = _sharded()(params)
@@ -625,19 +544,6 @@ def test_parameters_that_share_memory_are_both_named(world_size):
     for errors in run_ranks(world_size, _of_shared_memory):
         for kind, text in errors:
             assert kind == "ParameterError" and "emb.weight" in text and "head.weight" in text, f"{kind} {text}"
-
-
-def test_the_same_parameter_in_two_modules_trains_as_with_adamw():
-    ours, theirs = _Tied(by_memory=False), _Tied(by_memory=False)
-    for model, make in ((theirs, partial(torch.optim.AdamW, lr=LR)), (ours, _sharded())):
-        opt = make(model.named_parameters())
-        for _ in range(STEPS):
-            model(torch.arange(3)).pow(2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-    assert ours.head.weight is ours.emb.weight
-    torch.testing.assert_close(ours.emb.weight, theirs.emb.weight)
-    opt.close()
 
 
 def _takes_parts_of_one_tensor(make: Make, params: list[nn.Parameter], gradients: Gradients) -> torch.optim.Optimizer:

@@ -48,29 +48,9 @@ def test_testing_installs_both_once(checkout: Path, target: str) -> None:
 
 
 @needs_make
-def test_set_up_says_what_goes_wrong_alone_and_compiles_what_is_imported(checkout: Path) -> None:
-    """Also where PYTHONDONTWRITEBYTECODE is set: else each command would compile torch's modules anew."""
-    commands = planned(checkout, "train")
-    assert all("--quiet" in line for line in commands if "pip install" in line)
-    (compiles,) = (line for line in commands if "import torch._dynamo" in line)
-    assert compiles.startswith("env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c ")
-    assert "--requirement requirements.txt" in commands[commands.index(compiles) - 1]
-
-
-@needs_make
 def test_training_takes_the_dtype_that_suits_the_hardware(checkout: Path) -> None:
     assert "--dtype" not in planned(checkout, "train")[-1]
     assert "--dtype fp16" in planned(checkout, "train DTYPE=fp16")[-1]
-
-
-@needs_make
-def test_every_command_that_takes_long_is_announced(checkout: Path) -> None:
-    slow = re.compile(r"-m venv|pip install|zero-optim train")
-    commands = [line for line in planned(checkout, "train") if line.startswith("echo ") or slow.search(line)]
-    assert commands[0].startswith("echo ")
-    announced = [bool(slow.search(line)) for line in commands if "echo " not in line]
-    assert announced == [True] * 4
-    assert [line.startswith("echo ") for line in commands] == [True, False] * 4
 
 
 def test_a_package_is_pinned_in_one_place() -> None:

@@ -19,7 +19,7 @@ from zero_optim.memory.models import ModelShapes, ParameterShape, Width, gpt, wi
 from zero_optim.memory.report import remedy, verdict
 from zero_optim.rules import AdamW
 from zero_optim.rules.codec import MASTERS, STATE_DTYPES
-from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
+from zero_optim.stores.offload import Offload, Tier
 
 GB = 10**9
 RANKS = (1, 4, 16, 64, 256, 1024)
@@ -118,38 +118,6 @@ def test_padding_is_under_one_percent_of_16384_ranks(stage, parameters):
     assert last.total == made.total and last.memory["padding"] > made.memory["padding"]
 
 
-def test_a_small_model_by_hand():
-    """Rows of 128, shards of 2 ranks: a block of 1024 + 32 elements takes 9 rows, so 10 of two ranks."""
-    model = of_module(Tiny(), (Block,))
-    made = plan(model, Job(world=2, stage=3, rank=0))
-    used = 2 * 640  # of rank 0, of both blocks
-    head = 320  # frozen: 3 rows, 4 of two ranks, 256 of them on rank 0
-    assert made.memory["parameters"] == 4 * (used + 256) + 12
-    assert made.memory["gradients"] == made.memory["exp_avg"] == made.memory["exp_avg_sq"] == 4 * used
-    assert made.memory["master_low"] == 0  # in fp32 a parameter is its own master
-    assert made.memory["padding"] == 0
-    other = plan(model, Job(world=2, stage=3, rank=1))
-    assert other.memory["padding"] == 4 * (4 * 2 * (640 - 416)) + 4 * (256 - (head - 256))
-    assert made.memory["communication"] == 4 * 2 * 1280  # the two largest
-    assert made.memory["unsharded"] == 4 * 3 * 1280 - 4 * 768  # the head, and two blocks
-    assert made.memory["local_gradients"] == 4 * 1280
-    assert made.traffic == {"reduce_scatter": 4 * 2 * 1280, "all_gather": 4 * (512 + 2 * 2 * 1280)}
-
-
-def test_below_stage_3_what_is_frozen_is_whole_and_has_no_state():
-    made = plan(of_module(Tiny()), Job(world=4, stage=1))
-    assert made.memory["parameters"] == 4 * (2 * 1056 + 320) + 12
-    assert made.memory["exp_avg"] == 4 * 2 * 1056 // 4
-
-
-def test_gradients_that_are_reduced_in_fp32():
-    model = bf16(10**8)
-    two, four = (plan(model, Job(world=4, grad_reduce_dtype=dtype)) for dtype in (None, torch.float32))
-    assert four.memory["gradients"] == 2 * two.memory["gradients"] == 10**8
-    assert four.traffic["reduce_scatter"] == pytest.approx(2 * two.traffic["reduce_scatter"], rel=0.01)
-    assert plan(model, Job(world=4, stage=0, grad_reduce_dtype=torch.float32)).memory["gradients"] == 2 * 10**8
-
-
 def test_units_that_are_kept_and_gathered_ahead():
     model = of_module(Tiny(), (Block,))
 
@@ -188,29 +156,6 @@ def test_buckets_are_as_large_as_the_device_makes_them(device, buckets):
 
 
 # -- stores --------------------------------------------------------------------------------------------------------
-
-
-def test_state_in_other_memory():
-    """Bytes are the same everywhere; on the device there are places for two pages instead of the state."""
-    model, job = bf16(10**8), Job(world=4, stage=2)
-    here = plan(model, job)
-    state = sum(here.memory[kind] for kind in ("master_low", "exp_avg", "exp_avg_sq"))
-    for tier in (Tier.PAGED, Tier.CPU, Tier.NVME):
-        away = plan(model, Job(world=4, stage=2, offload=Offload(tier)))
-        assert away.memory["master_low"] == away.memory["exp_avg"] == 0
-        assert away.memory["padding"] < here.memory["padding"]
-        largest = away.memory["pages"] // FRAMES
-        freed = here.total - away.total
-        assert freed == pytest.approx(state - away.memory["pages"], rel=1e-3)
-        if tier is Tier.PAGED:
-            assert (
-                away.host == pytest.approx(freed + away.memory["pages"], rel=1e-4) and away.disk == 0
-            )  # pages are aligned
-        elif tier is Tier.CPU:
-            assert largest == 0 and away.host == pytest.approx(state + 10**8, rel=1e-3)  # gradients and parameters, too
-        else:
-            assert away.disk == pytest.approx(freed + away.memory["pages"], rel=1e-4)
-            assert away.host == HOST_BUFFERS * largest
 
 
 def test_what_offloaded_state_and_parameters_take_on_the_host():
@@ -318,19 +263,6 @@ def test_muon_is_for_the_matrices_of_layers(capsys):
         assert made["collectives"].get("all_to_all", 0) == (4 * matrices // 8 if made["stage"] == 3 else 0)
 
 
-def test_replicas_of_shards(capsys):
-    """The formulas of docs/parallelism.md, but for the padding of buckets."""
-    flags = ["--params", "7.5e9", "--world", "64", "--replicate", "8"]
-    for stage, within in ((1, 2), (2, 2), (3, 3)):
-        (made,) = json.loads(command(capsys, *flags, "--stage", str(stage), "--json"))
-        psi, across = 2 * made["parameters"], made["collectives"].pop("all_reduce")
-        assert made["replicas"] == 8
-        assert across == pytest.approx(psi / 8, rel=0.01)
-        assert sum(made["collectives"].values()) == pytest.approx(within * psi, rel=0.03)
-        assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 8, rel=0.01)
-    assert "64 ranks in 8 replicas" in command(capsys, *flags)
-
-
 def test_replicas_with_the_state_over_all_of_them(capsys):
     flags = ["--params", "7.5e9", "--world", "64", "--replicate", "8", "--state-over", "all"]
     for stage, within in ((1, 2), (2, 2), (3, 3)):
@@ -401,11 +333,6 @@ def test_flags_have_the_words_of_the_package():
     assert {*choices.DTYPES} == {*command_module.DTYPES} and (*MASTERS,) == choices.MASTERS
     assert choices.STATE_DTYPES == STATE_DTYPES
     assert (*command_module.RULES,) == choices.RULES and (*KNOWN,) == choices.MODELS
-
-
-def test_activations(capsys):
-    said = command(capsys, "--model", "gpt2", "--world", "8", "--seq", "1024", "--batch", "2")
-    assert "2 x 1,024 tokens" in said
 
 
 def test_rows_have_the_names_of_the_docs(capsys):

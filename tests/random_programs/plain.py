@@ -302,6 +302,7 @@ class GradScaler:
 
     def unscale_(self, opt: ShardedOptimizer) -> None:
         opt.scale, opt.unscaled = self.value, True
+        self.found |= not all(bool(grad.isfinite().all()) for grad in opt.means().values())
 
     def step(self, opt: ShardedOptimizer) -> None:
         opt.scale = self.value

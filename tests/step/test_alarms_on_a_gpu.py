@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zero_optim
 from cells import pairs
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW
@@ -67,8 +68,6 @@ def _train(
 ) -> tuple[list[tuple[int, str]], list[Tensor]]:
     """The steps that raised, and what; the parameters at the end. Rank 1 does something wrong in one step. ``how``:
     words, what is called before ``step``."""
-    import zero_optim
-
     device = the_device()
     params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
     params[0].requires_grad_(fault != "thawed")
@@ -124,8 +123,6 @@ def test_they_do_whatever_comes_before_step(fault: str, stage: int, how: str) ->
 
 def _closes_early(rank: int, world_size: int) -> list[str]:
     """What the close after a step in which rank 1 has assigned a gradient warns of."""
-    import zero_optim
-
     params = [nn.Parameter(p.detach().to("cuda")) for p in make_parameters(SHAPES, torch.float32)]
     opt = zero_optim.ShardedAdamW(params, lr=1e-2)
     for step in range(2):
@@ -151,8 +148,6 @@ def _in_a_pipeline(
 ) -> tuple[list[bool], list[tuple[int, str]]]:
     """By step, whether the parameters moved; the steps that raised, and what. Ranks 0 and 1 have one stage, 2 and 3 the
     other; rank 1 is wrong."""
-    import zero_optim
-
     shares = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     device = the_device()

@@ -217,7 +217,6 @@ def test_an_update_that_fails_leaves_no_page_fetched():
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 6, (torch.bfloat16, torch.float32) * 3, (torch.float32,) * 6])
 def test_batches_and_single_shards_give_the_same_bits(dtypes, monkeypatch):
     """Buckets of fp32 and of bf16; parameters of both take part in one step, and one is not used."""
-    import zero_optim
 
     def trained(most: int) -> list[torch.Tensor]:
         monkeypatch.setattr(batches, "ON_A_PROCESSOR", most)

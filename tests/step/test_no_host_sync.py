@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+import zero_optim
 from guards import OpLog, no_host_reads
 from harness import run_ranks
 from training_cases import TINY_CAP_MB, linear_loss, make_gradients, make_parameters, maybe_no_sync
@@ -54,8 +55,6 @@ def _watched_step(
     rank: int, world_size: int, stage: int, dtype: torch.dtype, scaled: bool, clip: str, micro: int
 ) -> set[str]:
     """Names of the ops of one steady step; raises HostRead where a value is read."""
-    import zero_optim
-
     params = make_parameters(SHAPES, dtype)
     opt = zero_optim.ShardedAdamW(
         params,
@@ -121,8 +120,6 @@ def test_a_step_reads_nothing_on_the_host(world_size):
 
 def _launches(rank: int, world_size: int, shapes: tuple[tuple[int, ...], ...], stage: int) -> dict[str, int]:
     """Kernel launches and collectives of a steady step."""
-    import zero_optim
-
     params = make_parameters(shapes, torch.bfloat16)
     opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=25.0)
     for step in range(3):

@@ -8,26 +8,27 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import zero_optim
 from cells import pairs
 from harness import run_ranks
 from oracle import FP32_EPS, averages
-from torch import Tensor
+from torch import Tensor, nn
 from training_cases import (
     TINY_CAP_MB,
     assert_bitwise,
     assert_within,
     copies,
+    error_of,
     linear_backward,
-    linear_loss,
     make_gradients,
     make_parameters,
     named,
 )
+from zero_optim.step import clip as step_clip
 
 SHAPES = ((17, 9), (300,), (1,), (12, 8), (40, 25), (2, 1))
 ADAM = {"lr": 1e-2, "eps": 1e-1}  # a large eps lets the update feel the coefficient
 STEPS = 3
-SCALE = 64.0
 NORMS = (1.0, 2.0, math.inf, 3.5)
 SIZE = {1.0: 600.0, 2.0: 30.0, 3.5: 10.0, math.inf: 3.0}  # of the order of the norm of all gradients
 
@@ -79,61 +80,46 @@ def _grads(like: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
     return grads
 
 
-def _train(
-    rank: int, world_size: int, stage: int, clips: tuple[Clip, ...], unscale: bool | None
-) -> tuple[list[Tensor], list[float]]:
-    """``unscale``: whether ``scaler.unscale_`` is called before the clips; None: there is no scaler."""
-    import zero_optim
-
+def _train(rank: int, world_size: int, stage: int, clips: tuple[Clip, ...]) -> tuple[list[Tensor], list[float]]:
     params = make_parameters(SHAPES)
     opt = zero_optim.ShardedAdamW(params, **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    scaler = zero_optim.GradScaler(init_scale=SCALE, enabled=unscale is not None)
     norms = []
     for step in range(STEPS):
-        scaler.scale(linear_loss(params, _grads(params, rank, step))).backward()
-        if unscale:
-            scaler.unscale_(opt)
+        linear_backward(params, _grads(params, rank, step))
         for clip in clips:
             subset = {} if clip.subset is None else {"parameters": [params[i] for i in clip.subset]}
             norms.append(float(opt.clip_grad_norm_(clip.max_norm, clip.norm_type, **subset)))
-        scaler.step(opt)
-        scaler.update()
+        opt.step()
         opt.zero_grad()
     opt.close()
     return copies(params), norms
 
 
 def _train_all(
-    rank: int, world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]], unscale: bool | None
+    rank: int, world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]]
 ) -> dict[str, tuple[list[Tensor], list[float]]]:
-    return {name: _train(rank, world_size, stage, clips, unscale) for name, clips in programs.items()}
+    return {name: _train(rank, world_size, stage, clips) for name, clips in programs.items()}
 
 
-def _by_torch(
-    world_size: int, clips: tuple[Clip, ...], unscale: bool | None = None
-) -> tuple[list[Tensor], list[float]]:
+def _by_torch(world_size: int, clips: tuple[Clip, ...]) -> tuple[list[Tensor], list[float]]:
     params = make_parameters(SHAPES)
     adamw = torch.optim.AdamW(params, **ADAM)
-    scale = SCALE if unscale is False else 1.0
     norms = []
     for step in range(STEPS):
         for p, g in zip(params, averages([_grads(params, rank, step) for rank in range(world_size)]), strict=True):
-            p.grad = None if g is None else g * scale
+            p.grad = g
         for clip in clips:
             subset = [params[i] for i in (range(len(params)) if clip.subset is None else clip.subset)]
-            norms.append(float(torch.nn.utils.clip_grad_norm_(subset, clip.max_norm, clip.norm_type)))
-        for p in params:
-            if p.grad is not None:
-                p.grad.div_(scale)
+            norms.append(float(nn.utils.clip_grad_norm_(subset, clip.max_norm, clip.norm_type)))
         adamw.step()
         adamw.zero_grad()
     return copies(params), norms
 
 
-def _check(world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]], unscale: bool | None = None) -> None:
-    results = run_ranks(world_size, _train_all, stage, programs, unscale, timeout=90)
+def _check(world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]]) -> None:
+    results = run_ranks(world_size, _train_all, stage, programs, timeout=90)
     for name, clips in programs.items():
-        params, norms = _by_torch(world_size, clips, unscale)
+        params, norms = _by_torch(world_size, clips)
         bounds = [FP32_EPS * STEPS * (4 * p.abs() + 64 * ADAM["lr"]) for p in params]
         for rank, result in enumerate(results):
             own, own_norms = result[name]
@@ -155,18 +141,8 @@ def test_clips_equal_torchs_on_three_ranks():
     _check(3, 2, {name: clips for name, clips in PROGRAMS.items() if name.endswith(("3.5", "inf"))})
 
 
-@pytest.mark.parametrize("unscale", [True, False], ids=["unscaled", "still scaled"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_clips_see_the_loss_scale_exactly_when_nobody_unscaled(world_size, unscale):
-    names = ("some, 2.0", "some, inf", "two that share nothing, 1.0", "some, then all, 3.5", "all, then some, 2.0")
-    for stage in (0, 1, 2):
-        _check(world_size, stage, {name: PROGRAMS[name] for name in names}, unscale)
-
-
 def _coefficients_alone(rank: int, world_size: int, stage: int) -> tuple[bool, list[bool]]:
     """Whether clips leave the gradients in memory as they are; whether each parameter is as if never clipped."""
-    import zero_optim
-
     results = []
     for clip in (True, False):
         params = make_parameters(SHAPES)
@@ -193,8 +169,6 @@ def test_clipping_writes_no_gradient_and_touches_no_other_parameter(stage, world
 
 def _ways_of_giving(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]]:
     """A list, a generator, one tensor where one is meant, a name twice: the same parameters."""
-    import zero_optim
-
     results = []
     for way in ("list", "generator", "twice", "tensor"):
         params = make_parameters(SHAPES)
@@ -220,37 +194,29 @@ def test_ways_of_naming_what_to_clip():
             assert_bitwise(params, first[1])
 
 
-def _foreign(rank: int, world_size: int) -> tuple[str, bool]:
+def _foreign(rank: int, world_size: int) -> tuple[str, str, bool]:
     """A parameter of another optimizer is refused; the step after it is an ordinary one."""
-    import zero_optim
-
     params, other = make_parameters(SHAPES), make_parameters(((7, 3),))
     opt = zero_optim.ShardedAdamW(named(params), **ADAM)
     plain = make_parameters(SHAPES)
     reference = zero_optim.ShardedAdamW(plain, **ADAM)
-    text = ""
     for own, optimizer in ((params, opt), (plain, reference)):
         linear_backward(own, make_gradients(own, rank, 0))
         if optimizer is opt:
-            try:
-                opt.clip_grad_norm_(0.5, parameters=[params[0], other[0]])
-            except zero_optim.ParameterError as error:
-                text = str(error)
+            kind, text = error_of(lambda: opt.clip_grad_norm_(0.5, parameters=[params[0], other[0]]))
         optimizer.step()
         optimizer.close()
-    return text, all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    return kind, text, all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
 
 
 def test_a_parameter_that_is_not_the_optimizers_is_refused_by_shape():
-    for text, same in run_ranks(2, _foreign):
-        assert "(7, 3)" in text
+    for kind, text, same in run_ranks(2, _foreign):
+        assert kind == "ParameterError" and "(7, 3)" in text
         assert same
 
 
 def _backward_after_clip(rank: int, world_size: int, stage: int, some: bool) -> tuple[list[Tensor], list[Tensor], int]:
     """A backward after a clip of some, or all: it is as if they had not been clipped, and a warning says so."""
-    import zero_optim
-
     results, messages = [], 0
     for clip in (True, False):
         params = make_parameters(SHAPES)
@@ -279,63 +245,6 @@ def test_a_backward_after_clipping_discards_the_coefficient(stage, some):
         assert messages == 1
 
 
-# -- unscaled, and then no step ----------------------------------------------------------------------------------------
-
-
-def _given_up(rank: int, world_size: int, stage: int) -> tuple[list[float], list[Tensor]]:
-    """``unscale_`` and ``update`` without a step, as loops do that look at the gradients and give the batch up."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    scaler = zero_optim.GradScaler(init_scale=SCALE, growth_interval=2)
-    scales = []
-    for step in range(5):
-        grads = make_gradients(params, rank, step)
-        if step == 3 and rank == 1:
-            grads[1][7] = math.inf
-        scaler.scale(linear_loss(params, grads)).backward()
-        scaler.unscale_(opt)
-        if step not in (1, 3):
-            scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        scales.append(scaler.get_scale())
-    opt.close()
-    return scales, copies(params)
-
-
-def _given_up_by_torch(world_size: int) -> tuple[list[float], list[Tensor]]:
-    params = make_parameters(SHAPES)
-    adamw = torch.optim.AdamW(params, lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
-    scales = []
-    for step in range(5):
-        local = [make_gradients(params, rank, step) for rank in range(world_size)]
-        if step == 3 and world_size == 2:
-            local[1][1][7] = math.inf
-        scale = float(scaler.scale(torch.ones(())))
-        for p, g in zip(params, averages(local), strict=True):
-            p.grad = g * scale
-        scaler.unscale_(adamw)
-        if step not in (1, 3):
-            scaler.step(adamw)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales, copies(params)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_unscaling_without_a_step_moves_the_scale_as_torchs(stage, world_size):
-    scales, params = _given_up_by_torch(world_size)
-    assert scales[3] == (SCALE if world_size == 2 else 2 * SCALE * 2)
-    bounds = [FP32_EPS * 3 * (2 * p.abs() + 16 * 1e-2) for p in params]
-    for own_scales, own in run_ranks(world_size, _given_up, stage):
-        assert own_scales == scales
-        assert_within(own, params, bounds, f"stage {stage}")
-
-
 def test_a_product_rounds_once_as_torchs_op_does() -> None:
     """On CUDA torch has no such op for bf16: the same bits, by a scale that is no power of two, too."""
     for scale in (2.0**-7, 1 / 3, 3e4):
@@ -345,3 +254,148 @@ def test_a_product_rounds_once_as_torchs_op_does() -> None:
         torch._amp_foreach_non_finite_check_and_unscale_([theirs], found, inverse)
         ours.mul_(inverse)
         assert_bitwise([ours], [theirs], str(scale))
+
+
+# -- edits after a clip ------------------------------------------------------------------------------------------------
+
+
+def _edited_after_a_clip(rank: int, world_size: int, stage: int, edit: str, editing: int) -> list[str]:
+    """What each of three steps raises. Between clip and step of the second, the first ``editing`` ranks edit."""
+    params = [nn.Parameter(torch.ones(600)) for _ in range(3)]
+    opt = zero_optim.ShardedAdamW(named(params), lr=0.1, stage=stage, bucket_cap_mb=0.002)
+    raised = []
+    for step in range(3):
+        torch.stack([(p * (rank + 1)).sum() for p in params]).sum().backward()
+        try:
+            opt.clip_grad_norm_(1.0)
+            if step == 1 and rank < editing:
+                if edit == "drop":
+                    params[1].grad = None
+                else:
+                    params[1].grad.zero_()
+            opt.step()
+            raised.append("")
+        except zero_optim.RankMismatchError as error:
+            raised.append(str(error))
+        opt.zero_grad()
+    opt.close()
+    return raised
+
+
+@pytest.mark.parametrize("edit", ["drop", "write"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_after_a_clip_on_one_rank_are_told_in_the_next_step(stage: int, edit: str) -> None:
+    """To all ranks; and nobody waits for anybody before."""
+    for *before, last in run_ranks(2, _edited_after_a_clip, stage, edit, 1):
+        assert before == ["", ""]
+        assert "'layer1.weight'" in last and "were dropped or written in place on some ranks" in last, last
+    assert run_ranks(2, _edited_after_a_clip, stage, edit, 2) == [["", "", ""]] * 2
+
+
+# -- any p, whatever the size of the gradients -------------------------------------------------------------------------
+
+ALL_NORMS = (0.5, 1.0, 1.5, 2.0, 3.0, 8.0, 16.0, 64.0, math.inf)
+SIZES = {"ordinary": 1.0, "huge": 2.0**33, "tiny": 2.0**-50}  # powers of two: they change no rounding
+SCALERS = {"no scaler": None, "unscaled": True, "not unscaled": False}
+SCALE = 2.0**16
+SOME = (0, 2, 5)  # of the parameters
+
+
+class Given(nn.Module):
+    """Its forward is a loss that gives each parameter the gradient that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(make_parameters(SHAPES))
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        return sum((p * g).sum() for p, g in zip(self.weights, grads, strict=True))
+
+
+def _steps() -> list[tuple[float, bool]]:
+    """Norm type, and whether some of the parameters are clipped or all."""
+    return [(norm_type, some) for norm_type in ALL_NORMS for some in (False, True)]
+
+
+def _sizes_and_scalers(turn: int) -> list[tuple[str, str]]:
+    """Each size, and each scaler, once. Three turns in a row have all pairs."""
+    scalers = list(SCALERS)
+    return [(size, scalers[(number + turn) % len(scalers)]) for number, size in enumerate(SIZES)]
+
+
+def _any_norm(
+    rank: int, world_size: int, stage: int, turn: int
+) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
+    results = {}
+    for size, scaling in _sizes_and_scalers(turn):
+        model = nn.Sequential(Given())
+        model = zero_optim.shard_module(model, [Given]) if stage == 3 else model
+        opt = zero_optim.ShardedAdamW(model.parameters(), **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+        unscale = SCALERS[scaling]
+        scaler = zero_optim.GradScaler(init_scale=SCALE, enabled=unscale is not None)
+        norms = []
+        for step, (norm_type, some) in enumerate(_steps()):
+            grads = [g * SIZES[size] for g in make_gradients(make_parameters(SHAPES), rank, step)]
+            scaler.scale(model(grads)).backward()
+            if unscale:
+                scaler.unscale_(opt)
+            chosen = [p for i, p in enumerate(model.parameters()) if i in SOME] if some else None
+            norms.append(opt.clip_grad_norm_(1.0, norm_type, parameters=chosen))
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert opt.stats()["skipped_steps"] == 0
+        with zero_optim.gather_parameters(model):
+            results[size, scaling] = [float(norm) for norm in norms], copies(model.parameters())
+        opt.close()
+    return results
+
+
+def _any_norm_expected(world_size: int, size: str, scaling: str) -> tuple[list[float], list[Tensor]]:
+    """Norms are torch's in float64 of gradients of ordinary size, where they are right for every p; times the size."""
+    params = make_parameters(SHAPES)
+    adamw = torch.optim.AdamW(params, **ADAM)
+    norms, held = [], SCALE if SCALERS[scaling] is False else 1.0
+    for step, (norm_type, some) in enumerate(_steps()):
+        grads = averages([make_gradients(params, rank, step) for rank in range(world_size)])
+        chosen = SOME if some else range(len(params))
+        doubles = [nn.Parameter(g.double()) for g in grads]
+        for double in doubles:
+            double.grad = double.detach().clone()
+        norm = float(nn.utils.clip_grad_norm_([doubles[i] for i in chosen], math.inf, norm_type))
+        norms.append(norm * SIZES[size] * held)
+        for index, (p, g) in enumerate(zip(params, grads, strict=True)):
+            p.grad = g * SIZES[size] * (min(1.0, 1.0 / (norms[-1] + 1e-6)) if index in chosen else 1.0)
+        adamw.step()
+    return norms, copies(params)
+
+
+@pytest.mark.parametrize(
+    ("turn", "stage", "world_size"), [(0, 2, 1), (0, 0, 2), (1, 1, 2), (2, 2, 2), (0, 3, 2), (1, 3, 2)]
+)
+def test_any_norm_of_gradients_of_any_size(turn, stage, world_size):
+    """|g|^64 leaves fp32 and float64 at sizes that gradients have; a loss scale makes that of |g|^8."""
+    results = run_ranks(world_size, _any_norm, stage, turn, timeout=90)
+    for size, scaling in results[0]:
+        norms, params = _any_norm_expected(world_size, size, scaling)
+        bounds = [FP32_EPS * len(norms) * (4 * p.abs() + 64 * ADAM["lr"]) for p in params]
+        for result in results:
+            own_norms, own = result[size, scaling]
+            assert own_norms == pytest.approx(norms, rel=32 * FP32_EPS), (size, scaling)
+            assert_within(own, params, bounds, f"{size}, {scaling}")
+        assert all(result[size, scaling][0] == results[0][size, scaling][0] for result in results)
+
+
+@pytest.mark.parametrize("norm_type", [p for p in ALL_NORMS if p not in step_clip.KERNEL_NORMS])
+@pytest.mark.parametrize(
+    "values", [(3e38, 1e38, 5.0), (1e-45, 3e-45), (0.0, 1e-30), (0.0, 0.0), (1.0, math.inf), (0.0,)]
+)
+def test_a_norm_at_the_ends_of_fp32(values, norm_type):
+    """Given by logarithms. Parts of a norm that are clipped by different factors add up as parameters do."""
+    exact = torch.tensor(values).double()
+    logs = norm_type * exact.log()
+    norm = float((logs.logsumexp(0) / norm_type).exp())
+    parts = step_clip.Norms.of([torch.tensor([value]) for value in values], norm_type)
+    whole = step_clip.Norms.of([torch.tensor(values)], norm_type)
+    for got in (parts.together(norm_type).norm(norm_type), whole.norm(norm_type)):
+        assert float(got) == pytest.approx(norm, rel=1e-12)

@@ -9,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from zero_optim.comm import spans
 
 PREFIX = "zero_optim::"
 STEP = {"step.finish": 1, "step.exchange": 1, "step.coefficients": 1}
@@ -22,8 +24,6 @@ class Block(nn.Linear):
 
 
 def _make(stage: int) -> tuple[nn.Module, Any]:
-    import zero_optim
-
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(64, 64, bias=False) for _ in range(3)))
     if stage == 3:
@@ -66,8 +66,6 @@ def test_each_phase_is_a_range(stage: int) -> None:
 
 
 def test_nothing_is_named_where_nothing_profiles() -> None:
-    from zero_optim.comm import spans
-
     model, opt = _make(2)
     with mock.patch.object(spans, "record_function", side_effect=AssertionError):
         _step(model, opt)

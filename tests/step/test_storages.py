@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import zero_optim
 from guards import OpLog, storages_of
 from harness import run_ranks
 from training_cases import ROW, TINY_CAP_MB, linear_loss, make_gradients, make_parameters, maybe_no_sync
@@ -28,8 +29,6 @@ class Run:
 
 def _watch(rank: int, world_size: int, run: Run) -> list[dict[str, dict[int, int]]]:
     """Storages at three points of each step; ``backward`` without the gradients themselves."""
-    import zero_optim
-
     params = make_parameters(SHAPES, run.dtype)
     opt = zero_optim.ShardedAdamW(
         params,
@@ -84,8 +83,6 @@ def test_storages_stay_from_the_second_step_on(world_size):
 
 def _fresh(rank: int, world_size: int, run: Run) -> list[tuple[str, int]]:
     """Ops of a steady ``step`` that returned new storage of at least the smallest shard's size."""
-    import zero_optim
-
     params = make_parameters(SHAPES, run.dtype)
     opt = zero_optim.ShardedAdamW(params, stage=run.stage, bucket_cap_mb=TINY_CAP_MB, overlap_grad_reduce=run.overlap)
     smallest = 12 * ROW * 2 // 2

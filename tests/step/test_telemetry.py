@@ -10,6 +10,7 @@ from typing import Any
 import guards
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
 
@@ -68,8 +69,6 @@ def read(telemetry: Mapping[str, Any]) -> Numbers:
 
 def trained(rank: int, stage: int, **options: Any) -> tuple[list[Numbers], list[Numbers], list[dict[str, int]]]:
     """Of each step the numbers over ranks and those of this rank; and what the last two calls have sent."""
-    import zero_optim
-
     model = make_model()
     if stage == 3:
         model = zero_optim.shard_module(model, units=(nn.Linear,)) or model
@@ -134,8 +133,6 @@ def test_numbers_are_torchs_at_every_stage_and_store(world_size: int, tmp_path: 
 
 
 def test_steps_between_are_not_measured() -> None:
-    import zero_optim
-
     model = make_model()
     opt = zero_optim.ShardedAdamW(model.named_parameters(), **ADAMW, telemetry_every=2, max_grad_norm=MAX_NORM)
     found = []
@@ -153,8 +150,6 @@ def test_steps_between_are_not_measured() -> None:
 
 
 def test_off_it_makes_no_tensor_and_raises() -> None:
-    import zero_optim
-
     model = make_model()
     opt = zero_optim.ShardedAdamW(model.named_parameters())
     assert opt.engine.measured is None

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from training_cases import (
     make_parameters,
     named,
 )
+from zero_optim.step import shard_state
 
 LR = 1e-2
 EDITED = (
@@ -82,8 +84,6 @@ def _edit(
     rank: int, world_size: int, stage: int, dtype: torch.dtype, master: str | None, edit: str, when: str
 ) -> list[Tensor]:
     """Three steps; in the second, the weights are edited before or after backward."""
-    import zero_optim
-
     params = make_parameters(SHAPES, dtype)
     opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, master=master)
     for step in range(4):
@@ -136,8 +136,6 @@ def test_edits_through_the_parameter_hold(dtype, master, world_size):
 
 
 def _edit_data(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    import zero_optim
-
     params = make_parameters(SHAPES, torch.bfloat16)
     opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, master="fp32")
     for step in range(3):
@@ -162,43 +160,6 @@ def test_refresh_master_takes_edits_that_cannot_be_seen(world_size):
     for stage in (0, 1, 2):
         for params in run_ranks(world_size, _edit_data, stage):
             assert_bitwise(params, oracle.params, f"stage {stage}")
-
-
-def _edit_in_a_skipped_step(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[Tensor]]:
-    """An edit outlives a step that was skipped, and a parameter without a gradient keeps it too."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(4):
-        grads: list[Tensor | None] = list(make_gradients(params, rank, step))
-        if step == 1:
-            _copy(params)
-            grads[1].view(-1)[0] = float("inf")
-        elif step == 2:
-            grads[6] = None
-        linear_backward(params, grads)
-        opt.step()
-        opt.zero_grad()
-        if step == 1:
-            after_skip = copies(params)
-    opt.close()
-    return after_skip, copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_edit_outlives_a_skipped_step_and_a_missing_gradient(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
-    for step in range(4):
-        grads = averages([make_gradients(oracle.params, rank, step) for rank in range(2)])
-        if step == 1:
-            _edited(oracle, EDITED)
-            edited = copies(oracle.params)
-            continue
-        oracle.step([None if step == 2 and i == 6 else g for i, g in enumerate(grads)])
-    for after_skip, params in run_ranks(2, _edit_in_a_skipped_step, stage):
-        assert_bitwise(after_skip, edited, "after the skipped step")
-        assert_bitwise(params, oracle.params, "at the end")
 
 
 # -- edits that no version counter shows -------------------------------------------------------------------------------
@@ -243,8 +204,6 @@ def _edit_unseen(
     rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any], assigned: bool = False
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
     """Parameters that are edited through ``data`` before some steps, by edit; and what is warned of."""
-    import zero_optim
-
     trained = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -317,9 +276,6 @@ def test_an_fp32_master_overwrites_an_edit_that_it_does_not_see(world_size: int)
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_masters_follow_an_initialisation_once_and_shard_by_shard(ema_decay: float | None) -> None:
-    import zero_optim
-    from zero_optim.step import shard_state
-
     params = make_parameters(SHAPES, torch.bfloat16)
     opt = zero_optim.ShardedAdamW(named(params), master="fp32", ema_decay=ema_decay)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import zero_optim
 from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import full_state
@@ -30,8 +31,6 @@ def _parameters() -> list[nn.Parameter]:
 
 
 def _make(folder: str, params: list[nn.Parameter], **options: Any) -> Any:
-    import zero_optim
-
     return zero_optim.ShardedAdamW(params, lr=0.02, bucket_cap_mb=0.0005, state_offload=f"nvme:{folder}", **options)
 
 
@@ -57,8 +56,6 @@ def _page_file(opt: Any) -> Path:
 
 
 def _on_disk(argument: str, folder: str) -> Any:
-    import zero_optim
-
     if argument == "state_offload":
         return _make(folder, _parameters())
     return zero_optim.shard_module(nn.Sequential(nn.Linear(9, 9)), (nn.Linear,), param_offload=f"nvme:{folder}")
@@ -214,8 +211,6 @@ def _step_after_state_dict(opt: Any, params: list[nn.Parameter], rank: int, worl
 
 def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
     """A loss that is found by something else than an update."""
-    import zero_optim
-
     found = {}
     for what in ("full state", "state dict", "load", "load of a part", *(["layout"] if world_size > 1 else [])):
         params = _parameters()

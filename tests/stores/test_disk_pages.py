@@ -93,15 +93,6 @@ def _failing(number: int) -> Callable[..., int]:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8193, 100_001])
-def test_a_page_comes_back(backing: DiskBacking, nbytes: int) -> None:
-    page, values = _written(backing, nbytes)
-    assert torch.equal(_get(page), values)
-    space = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-    assert backing.disk_bytes == _path_of(backing).stat().st_size == space
-    assert backing.memory.in_use == 6 * space
-
-
 EVENTS = ("allocate", "release", "prefetch", "read", "update", "replace", "end writes")
 
 

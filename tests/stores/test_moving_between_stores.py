@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from cells import slow
 from compare import bits, first_difference
 from harness import run_ranks
 from sharded_cases import Given, GivenNet, full_state
 from training_cases import make_gradients
+from zero_optim import checkpoint
 
-from stores.trajectories import RUNS, SHAPES
-
+RUNS = (((17, 9), (300,), (1,)), ((5, 3, 2), (128,), (0,)), ((40, 25), (2, 1)), ((31,), (257,)))
+SHAPES = [shape for run in RUNS for shape in run]
 STORES: tuple[dict[str, Any], ...] = (
     {},
     {"state_offload": "paged", "device_budget": 0},
@@ -26,8 +28,6 @@ WAYS = ("state_dict", "full_state_dict", "checkpoint", "checkpoint in the backgr
 
 
 def _make(options: dict[str, Any], folder: str, stage: int) -> tuple[GivenNet, Any]:
-    import zero_optim
-
     model = GivenNet(RUNS, torch.bfloat16)
     given = dict(options)
     if given.get("state_offload") == "nvme":
@@ -56,9 +56,6 @@ def _pairs(turn: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _moved(rank: int, world_size: int, stage: int, turn: int, folder: str) -> dict[str, str | None]:
     """By pair of stores and way, where the state differs from that of a run that did not move."""
-    import zero_optim
-    from zero_optim import checkpoint
-
     disk = f"{folder}/disk"
     ends: list[Any] = []
     wrong: dict[str, str | None] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import zero_optim
 from training_cases import make_parameters
 from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_nbytes, read_offload
 
@@ -51,8 +51,6 @@ def test_a_wrong_choice_names_the_argument(arguments: tuple[Any, ...], words: tu
 
 
 def test_the_optimizer_refuses_a_wrong_choice() -> None:
-    import zero_optim
-
     with pytest.raises(ValueError, match="state_offload"):
         zero_optim.ShardedAdamW(make_parameters(), state_offload="disk")
 
@@ -96,31 +94,3 @@ PAGES = [600, 1200, 300]
 )
 def test_what_a_store_takes(offload: Offload, expected: Footprint) -> None:
     assert footprint(offload, PAGES, mirrors=7, room=1000) == expected
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"state_offload": "paged", "device_budget": 0},
-        {"state_offload": "paged", "device_budget": 200_000},
-        {"state_offload": "paged", "device_budget": "1GB"},
-        {"state_offload": "cpu"},
-        {"state_offload": "nvme"},
-    ],
-    ids=str,
-)
-def test_a_store_takes_what_is_foretold(options: dict[str, Any], tmp_path: Path) -> None:
-    """A disk's pages, and buffers, are whole blocks of 4096 bytes."""
-    import zero_optim
-
-    if options["state_offload"] == "nvme":
-        options = {"state_offload": f"nvme:{tmp_path}"}
-    params = make_parameters(((128, 128),) * 5, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, bucket_cap_mb=0.04, **options)
-    numels = [bucket.layout.shard_numel for bucket in opt.engine.reducer.buckets]
-    assert len(numels) == 5
-    offload = read_offload(options["state_offload"], options.get("device_budget"))
-    expected = footprint(offload, [10 * numel for numel in numels], mirrors=4 * sum(numels))  # a split master
-    measured = opt.stats()["state_offload"]
-    assert {name: measured[name] for name in ("device", "host", "disk")} == vars(expected)
-    opt.close()

@@ -17,15 +17,17 @@ from order_programs import OrderProgram, train_all, wrong
 from simulated_gpu.switch import LATE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zero_optim import shard_module
+from zero_optim.checkpoint.background import SaveBuffer
+from zero_optim.errors import OffloadError
+from zero_optim.stores.host_memory import HostMemory, Lanes
+from zero_optim.stores.paged_store import HostBacking, PagedStore
 
 NUMEL = 512
 PAGE = NUMEL * 4  # bytes
 
 
 def _store(budget: float = 0, room: Any = None) -> Any:
-    from zero_optim.stores.host_memory import HostMemory, Lanes
-    from zero_optim.stores.paged_store import HostBacking, PagedStore
-
     device = torch.device("cuda", 0)
     return PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=True)), budget, room)
 
@@ -114,8 +116,6 @@ class _Streams(TorchDispatchMode):
 
 def units_from_host_memory() -> tuple[bool, list[tuple[str, int]]]:
     """Whether two forwards of a model with its parameters in host memory are right; what the second has used."""
-    from zero_optim import shard_module
-
     plain = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
     model = shard_module(copy.deepcopy(plain), (nn.Linear,), device="cuda", param_offload="cpu")
     x = torch.ones(2, 8, device="cpu")
@@ -164,8 +164,6 @@ class _LastError(TorchDispatchMode):
 
 def refused() -> tuple[str, float]:
     """What a store says whose memory cannot be pinned, and what somebody else's kernel then gives."""
-    from zero_optim.errors import OffloadError
-
     x, before = torch.ones(1, device="cuda"), torch.cuda.cudart
     with _LastError() as runtime:
         torch.cuda.cudart = lambda: runtime
@@ -196,8 +194,6 @@ class _Pinned(TorchDispatchMode):
 
 def as_large_as_asked_for() -> tuple[int, list[int], bool]:
     """Of two saves in the background, how often torch pins, the bytes of their memory, and whether it is pinned."""
-    from zero_optim.checkpoint.background import SaveBuffer
-
     torch.empty(1, pin_memory=True)  # else ``is_pinned`` of this torch, which has no CUDA, asks nobody
     buffer, sizes = SaveBuffer(), []
     with _Pinned() as by_torch:
