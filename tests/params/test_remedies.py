@@ -164,24 +164,6 @@ def test_what_is_refused_names_what_fits_and_nothing_else(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("shape", "here", "said"),
-    [
-        ((2, 4), 8, "this rank holds all 8 elements of it, and other ranks none"),
-        ((2, 4), 0, "other ranks hold all 8 elements of it"),
-        ((), 1, "this rank holds its one element, and other ranks none"),
-        ((), 0, "another rank holds its one element"),
-        ((0, 4), 0, "it has no elements"),
-    ],
-)
-def test_all_and_nothing_are_said_as_that(shape: tuple[int, ...], here: int, said: str, tmp_path: Path) -> None:
-    shard = ParamShard(torch.ones(here), 0, nn.Parameter(torch.zeros(shape)), "fc.weight")
-    for attempt in (lambda: shard + 1, lambda: torch.save(shard, tmp_path / "shard.pt")):
-        with torch.no_grad(), pytest.raises(ShardAccessError) as raised:
-            attempt()
-        assert said in str(raised.value) and f"{here} of its" not in str(raised.value)
-
-
 def test_there_is_a_remedy_for_all() -> None:
     assert {kind: set(of) for kind, of in REMEDIES.items()} == {kind: set(Use) for kind in ShardKind}
 

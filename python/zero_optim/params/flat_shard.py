@@ -143,15 +143,7 @@ class FlatShard(Tensor):
 
     def what_is_here(self) -> str:
         """Describe how much of it this rank holds, for messages."""
-        here, whole = self._local.numel(), self.numel()
-        if not whole:
-            return "it has no elements"
-        elements = "its one element" if whole == 1 else f"all {whole} elements of it"
-        if not here:
-            return f"{'another rank holds' if whole == 1 else 'other ranks hold'} {elements}"
-        if here == whole:
-            return f"this rank holds {elements}, and other ranks none"
-        return f"this rank holds {here} of its {whole} elements"
+        return f"this rank holds {self._local.numel()} of its {self.numel()} elements"
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         """Make a shard of the same range, with its elements in ``local``. ``dtype``: of the whole; None: this one's."""
