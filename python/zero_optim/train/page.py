@@ -198,7 +198,8 @@ def _chart(
     from matplotlib.figure import Figure
 
     figure = Figure((6.3, 3.0), layout="constrained")
-    axes, steps = figure.subplots(), [step["step"] for step in run.steps]
+    axes: Any = figure.subplots()
+    steps = [step["step"] for step in run.steps]
     there = {name: [y for y in of if y is not None] for name, of in lines.items()}
     labels = [f"{name}: {short(of[-1] if of else None, 5)}" for name, of in there.items()]
     if stacked:
@@ -210,8 +211,8 @@ def _chart(
         if level is not None:
             axes.axhline(level, color=color, lw=1, ls=(0, (5, 2)), label=f"{name}: {short(level, 5)}")
     axes.vlines(marked, 0, 1, transform=axes.get_xaxis_transform(), color="#C4003F", lw=0.9, alpha=0.6)
-    values = [y for of in there.values() for y in of]
-    if not stacked and values and min(values) > 0 and max(values) > _APART * min(values):
+    every = [y for of in there.values() for y in of]
+    if not stacked and every and min(every) > 0 and max(every) > _APART * min(every):
         axes.set_yscale("log")
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
@@ -311,14 +312,14 @@ def problems(run: Run) -> list[str]:
 def _drawn(run: Run, first: Path) -> str:
     """Draw all charts as images of the page, and the first also into a file."""
     first.unlink(missing_ok=True)
-    drawn = []
+    drawn: list[str] = []
     try:
         for chart in charts(run):
             file = io.BytesIO()
             chart.savefig(file, dpi=140)
             if not drawn:
                 first.write_bytes(file.getvalue())
-            (axes,) = chart.axes
+            axes: Any = chart.axes[0]
             words = [axes.get_title("left"), axes.get_ylabel(), *(text.get_text() for text in axes.get_legend().texts)]
             source = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
             drawn.append(f'<figure><img src="{source}" alt="{escape("; ".join(words))}"></figure>')
