@@ -22,10 +22,9 @@ import torch.distributed as dist
 from contenders import WAYS, Task
 from lab import parser_of, progress, run_script, show
 from torch import Tensor
-from zero_optim.bench.cases import DTYPES
+from zero_optim.bench.cases import DTYPES, model_config
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
-from zero_optim.bench.step import model_config
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 
 CONTENDERS = ("fsdp2", "fsdp2_zero2", "stage1", "stage2", "stage3", "stage3_keep")

@@ -27,10 +27,9 @@ from lab import parser_of, progress, run_script, show
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW, shard_module
 from zero_optim.asleep import MOVES_STORAGES
-from zero_optim.bench.cases import DTYPES, Row
+from zero_optim.bench.cases import DTYPES, HYPER, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
-from zero_optim.bench.step import TRAINING
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.params.layout import round_up
@@ -81,7 +80,7 @@ def make(work: Work, name: str) -> ShardedAdamW:
     if name in SMALL:
         options |= {"master": "split", "state_dtype": "int8"}
     parameters = [nn.Parameter(values) for values in work.tensors(0)]
-    opt = ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
+    opt = ShardedAdamW(parameters, skip_nonfinite=False, **options, **HYPER)
     torch.autograd.backward(parameters, work.tensors(1))
     return opt
 
@@ -245,7 +244,7 @@ def sleep(work: Work, rounds: int) -> list[Row]:
     taken: Callable[[], int] = torch.cuda.memory_allocated if gpu else lambda: 0
     before = taken()
     parameters = [nn.Parameter(values) for values in work.tensors(0)]
-    opt = ShardedAdamW(parameters, **TRAINING)
+    opt = ShardedAdamW(parameters, **HYPER)
     torch.autograd.backward(parameters, work.tensors(1))
     opt.step()
     opt.zero_grad()

@@ -24,9 +24,8 @@ from lab import parser_of, progress, run_script, show
 from ranks import TogetherClock, of_the_slower, on_ranks
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
-from zero_optim.bench.cases import DTYPES, HYPER, Row
+from zero_optim.bench.cases import DTYPES, HYPER, Masters, Row
 from zero_optim.bench.record import Result
-from zero_optim.bench.step import Masters
 from zero_optim.bench.timing import Job, Spread, interleaved
 from zero_optim_cli.choices import at_least_one
 

@@ -28,10 +28,9 @@ from contenders import FORMS, STORES, WAYS, Task, Training, train
 from counted_bytes import CountedTraffic
 from lab import parser_of, progress, run_script, show
 from ranks import RanksError, TogetherClock, of_the_slower, on_ranks
-from zero_optim.bench.cases import DTYPES, PEERS, Row
+from zero_optim.bench.cases import DTYPES, PEERS, Row, model_config
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
-from zero_optim.bench.step import model_config
 from zero_optim.bench.timing import Spread, interleaved
 from zero_optim.doctor import version_of
 from zero_optim.errors import UsageError, ZeroOptimError

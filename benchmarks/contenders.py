@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from zero_optim import ShardedAdamW, ShardedMuon, shard_module
-from zero_optim.bench.cases import HYPER, PEERS, Peer
-from zero_optim.bench.step import MAX_NORM, Masters
+from zero_optim.bench.cases import HYPER, MAX_NORM, PEERS, Masters, Peer
 from zero_optim.rules import AdamW
 from zero_optim.rules.muon import scale_of
 from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized

@@ -195,13 +195,14 @@ def training(make: Maker) -> Groups:
     sanitized = (("order_sanitized", SANITIZER), ("order_one_queue", {**SANITIZER, **ONE_QUEUE}))
     for name, more in sanitized if make.on_gpu else ():
         order += make.split(make.tests("test_work_order", 150, name=name, more={**more, **FEW}), 5)
-    stages = ("stages", "--ranks", "1", "--contenders", "stage0", "stage2", "stage3", *make.tiny)
+    one_rank = ("--ranks", "1", *make.tiny)
+    stages = ("stages", "--contenders", "stage0", "stage2", "stage3", *one_rank)
     stores = ("--numel", "2^27", "--rounds", "5") if make.on_gpu else make.tiny
     return [
         order,
         [make.script("memory", 60, "gpu_memory.py")],
         [make.script("trainer", 100, "gpu_trainer.py")],
-        [make.bench("step", 60)],
+        [make.script("train_step", 60, "bench_training.py", "train_step", "--contenders", "stage2", *one_rank)],
         [make.script("stages", 85, "bench_training.py", *stages)],
         [make.script("offload", 65, "bench_offload.py", *stores)],
     ]

@@ -12,7 +12,6 @@ failure leaves every rank as it was. Storages are emptied and filled in place: t
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from .params.flat_params import FlatParams
 from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
-from .stores.host_memory import ALIGNMENT, HostMemory, Lane, Lanes
+from .stores.host_memory import ALIGNMENT, HostMemory, Mark
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -44,10 +43,6 @@ class Rest:
         self._run = self.memory.take(0)
         self._places: list[Tensor] = []  # [bytes] uint8 each, of what was saved
 
-    @cached_property
-    def _lanes(self) -> Lanes:
-        return Lanes(self._device)
-
     def save(self, flats: Sequence[Tensor]) -> None:
         """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""
         rooms = [round_up(flat.nbytes, ALIGNMENT) for flat in flats]
@@ -56,22 +51,20 @@ class Rest:
             self._run = self.memory.take(sum(rooms))
         parts = self._run[: sum(rooms)].split(rooms)
         self._places = [part[: flat.nbytes] for part, flat in zip(parts, flats, strict=True)]
-        self._copy(self._lanes.to_host, zip(self._places, flats, strict=True))
+        self._copy(zip(self._places, flats, strict=True))
 
     def load(self, flats: Iterable[Tensor]) -> None:
         """Copy the first saved tensors into ``flats``, of the sizes saved. Each copy runs while ``flats`` makes the
         next, or ends."""
-        self._copy(self._lanes.to_device, zip(flats, self._places, strict=False))
+        self._copy(zip(flats, self._places, strict=False))
 
-    def _copy(self, lane: Lane, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        now, over = self._lanes.mark(), self._lanes.mark()
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        over = Mark(self._device)
         try:
-            for target, source in pairs:
-                now.set()
-                lane.after(now)  # earlier work of the device may use the memory
-                lane.copy(target, source)
+            for target, source in pairs:  # on the current stream: earlier work of the device may use the memory
+                target.copy_(source, non_blocking=True)
         finally:
-            lane.set(over)
+            over.set()
             over.wait()  # the memory of the sources is freed next; after an error that of the targets
 
     def close(self) -> None:

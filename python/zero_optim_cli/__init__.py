@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     text = "show versions, kernel backends, devices, and why what is missing is missing"
     add("doctor", text, text)
     about = "Times ops in interleaved rounds on the same tensors, prints a table and draws the roofline."
-    text = "time the kernels and the step on this machine against torch and against the memory"
+    text = "time the kernels on this machine against torch and against the memory"
     bench.add_arguments(add("bench", text, f"{about} Defaults in brackets."))
     about = "Lays a model out as the optimizer does, from shapes alone, and adds up. Defaults in brackets."
     plan.add_arguments(add("plan", "what a rank needs of memory, before there is a job: by stage and by kind", about))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .choices import at_least_one, parse_numel
 
-OPS = ("adam_step", "pack", "grad_stats", "step")
+OPS = ("adam_step", "pack", "grad_stats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("ops", nargs="*", metavar="OP", type=_op, help=f"of {', '.join(OPS)} (all)")
     flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
     flag("--dtypes", nargs="+", choices=("fp16", "bf16"), default=("fp16", "bf16"), help="of gradients (both)")
-    numels = "elements, as 1000000, 1e6, 2^20 or 64Mi (64Mi; GPU: 2^20 to 2^30; of step 16Mi; GPU: 1e9)"
+    numels = "elements, as 1000000, 1e6, 2^20 or 64Mi (64Mi; GPU: 2^20 to 2^30)"
     flag("--numel", nargs="+", type=parse_numel, metavar="N", help=numels)
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
     flag("--rounds", type=at_least_one, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")

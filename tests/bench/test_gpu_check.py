@@ -25,7 +25,7 @@ from zero_optim.bench.record import Result
 from zero_optim.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = ("build", "bench_adam_step", "profile", "nccl_two_ranks", "bench_step")
+FEW = ("build", "bench_adam_step", "profile", "nccl_two_ranks", "train_step")
 ALL = (*FEW, "test_large", "test_each_collective", "test_nccl_ranks", "test_work_order", "link", "memory", "trainer")
 ALL += ("test_symmetric_product",)
 
@@ -71,7 +71,7 @@ def test_phases_are_rehearsed(names: tuple[str, ...], tmp_path: Path) -> None:
     rows = [row for path in tmp_path.glob("*.json") for row in json.loads(path.read_text())["rows"]]
     results = {row["phase"]: row["result"] for row in rows if row["op"] == "phase"}
     assert results == dict.fromkeys(names, OK)
-    assert {"adam_step", "step", "train_step"} <= {row["op"] for row in rows}
+    assert {"adam_step", "train_step"} <= {row["op"] for row in rows}
 
 
 @pytest.mark.parametrize("part", PARTS)

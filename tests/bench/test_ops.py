@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from zero_optim import doctor
-from zero_optim.bench import cases, record, run, step, timing
+from zero_optim.bench import cases, record, run, timing
 from zero_optim.bench.cases import (
     COPY,
     FUSED,
@@ -28,7 +28,7 @@ from zero_optim.bench.cases import (
     choose_backends,
 )
 from zero_optim.bench.timing import Clock, EventClock, Job, Spread, interleaved
-from zero_optim.errors import UsageError, ZeroOptimError
+from zero_optim.errors import UsageError
 from zero_optim_cli.choices import parse_numel
 
 import zero_kernels
@@ -226,46 +226,6 @@ def test_which_backends_are_measured(monkeypatch):
     assert choose_backends(CPU, None) == ("reference",)
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_ours_and_the_recipe_train_the_same_model_alike(dtype):
-    torch.manual_seed(0)
-    model = step.GPT(step.model_config(50_000, CPU), cases.DTYPES[dtype])
-    other = step.copy.deepcopy(model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    windows = torch.randint(step.VOCAB, (1, model.config.seq + 1))
-    both = step.ours(model, windows), step.amp_recipe(other, windows)
-    for _ in range(3):
-        for laps in both:
-            laps["backward"]()
-        norms = [float(laps["step"]()) for laps in both]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-3) and norms[0] > 0.1
-        for laps in both:
-            laps["zero_grad"]()
-            assert not laps["skipped"]()
-    for start, mine, theirs in zip(before, model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-        assert mine.ndim < 2 or not torch.equal(mine, start)
-
-
-def test_a_total_is_the_median_of_whole_rounds_and_a_phase_of_its_own():
-    rounds = [[9.0, 6.0, 0.0], [9.0, 8.0, 0.0], [9.0, 9.0, 1.0]]
-    case = Case("step", Setting(CPU, "fp16", 10**6, ("cpu",)), 30, {"cpu": [], TORCH: []})
-    times = {"cpu": rounds, TORCH: [[9.0, 12.0, 4.0]] * 3, COPY: [[3.0]] * 3}
-    ours, recipe, copy, whole, _ = step.make_rows(case, times)
-    assert ours["ms"] == 8.0 and whole["phases"] == {"backward": 9.0, "step": 8.0, "zero_grad": 0.0}
-    assert (recipe["ms"], ours["vs_torch"], copy["gbps"], ours["fraction"]) == (12.0, 1.5, 10.0, 0.375)
-    assert (whole["op"], whole["ms"], whole["vs_torch"]) == ("train_step", 17.0, round(25.0 / 17.0, 4))
-
-
-def test_a_run_with_skipped_steps_gives_no_figures(monkeypatch):
-    monkeypatch.setattr(step, "SCALE", 2.0**40)
-    with pytest.raises(ZeroOptimError, match="overflowed"):
-        step.measure(Setting(CPU, "fp16", 50_000, choose_backends(CPU, None)), Clock(), 1)
-
-
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 
@@ -382,7 +342,7 @@ def test_the_commit(monkeypatch, answers, expected):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["adam"], ["'adam'", "adam_step, pack, grad_stats, step"]),
+        (["adam"], ["'adam'", "adam_step, pack, grad_stats"]),
         (["--numel", "many"], ["--numel", "'many'", "64Mi"]),
         (["--rounds", "0"], ["--rounds", "'0'", "at least 1"]),
         (["--dtypes", "fp8"], ["--dtypes", "fp8"]),
@@ -424,10 +384,9 @@ def test_a_run_prints_a_table_and_leaves_a_file(bench):
     assert file.suffix == ".json" and outcome.out.endswith(f"\n{file}\n")
     made = json.loads(file.read_text())
     assert file.stem == "-".join([made["date"], made["commit"] or f"v{made['version']}"])
-    rows = [row for row in made["rows"] if row["op"] in run.CASES]
+    rows = made["rows"]
     groups = {(row["op"], row["dtype"], row["numel"]) for row in rows}
     assert groups == {(op, dtype, numel) for op in run.CASES for dtype in ("fp16", "bf16") for numel in (4096, 8192)}
-    assert {row["op"] for row in made["rows"]} == {*run.CASES, "step", "train_step"}
     for group in groups:
         of_group = {row["backend"]: row for row in rows if (row["op"], row["dtype"], row["numel"]) == group}
         for row in of_group.values():

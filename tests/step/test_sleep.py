@@ -6,7 +6,7 @@ import contextlib
 import gc
 import io
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.nn.modules import module as modules
 from training_cases import TINY_CAP_MB, assert_bitwise, linear_backward, make_gradients, make_parameters
 from zero_optim import asleep, checkpoint, mode
 from zero_optim.mode import Mode
-from zero_optim.stores.host_memory import HostMemory, Lane
+from zero_optim.stores.host_memory import HostMemory
 
 SHAPES = ((17, 9), (300,), (5, 3, 2), (40, 25))
 STEPS = 5
@@ -219,20 +219,19 @@ def _one_run_a_kind(rank: int, world_size: int, stage: int, form: dict[str, Any]
     assert len(_runs(job)) == len(kinds) < len(kinds) * len(buckets)
     job.opt.zero_grad()
     calls: list[str] = []
-    take, copy = asleep.allocate, Lane.copy
+    take, copy = asleep.allocate, asleep.Rest._copy
 
     def counted_take(tensor: Tensor) -> Tensor:
         calls.append("allocate")
         return take(tensor)
 
-    def counted_copy(self: Lane, target: Tensor, source: Tensor) -> None:
-        calls.append("copy")
-        copy(self, target, source)
+    def counted_copy(self: asleep.Rest, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        copy(self, (calls.append("copy") or pair for pair in pairs))
 
     before, runs = job.held(), sum(tensor.nbytes for tensor in job.opt.engine.store.residents())
     job.opt.sleep()
     assert runs <= job.opt.stats()["sleep"]["host"] < runs + 4096 * len(kinds) + 512 * len(kinds) * len(buckets)
-    with mock.patch.object(asleep, "allocate", counted_take), mock.patch.object(Lane, "copy", counted_copy):
+    with mock.patch.object(asleep, "allocate", counted_take), mock.patch.object(asleep.Rest, "_copy", counted_copy):
         job.opt.wake()
     # Each is copied before the next has memory. Gradients have theirs while the copies run.
     unsharded = sum(not bucket.flat.sharded for bucket in buckets)
@@ -460,15 +459,16 @@ def _no_device_memory(after: int) -> Callable[[Tensor], Tensor]:
     return raising
 
 
-def _no_copy(after: int) -> Callable[[Lane, Tensor, Tensor], None]:
-    copy, calls = Lane.copy, itertools.count()
+def _no_copy(after: int) -> Callable[..., None]:
+    copy = asleep.Rest._copy
 
-    def raising(self: Lane, target: Tensor, source: Tensor) -> None:
-        if next(calls) == after:
-            raise RuntimeError("a copy fails")
-        copy(self, target, source)
+    def failing(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        pairs = iter(pairs)
+        yield from itertools.islice(pairs, after)
+        next(pairs)  # its memory is there
+        raise RuntimeError("a copy fails")
 
-    return raising
+    return lambda self, pairs: copy(self, failing(pairs))
 
 
 def _fails(call: Callable[[], object], rank: int, error: type[Exception], patch: Any) -> None:
@@ -495,7 +495,7 @@ def _failing(rank: int, world_size: int) -> None:
         for after in (0, 1, moved - 1, *([moved + gradients - 1] if gradients else [])):
             failures = [(zero_optim.OutOfMemoryError, mock.patch.object(asleep, "allocate", _no_device_memory(after)))]
             if after < moved:
-                failures.append((RuntimeError, mock.patch.object(Lane, "copy", _no_copy(after))))
+                failures.append((RuntimeError, mock.patch.object(asleep.Rest, "_copy", _no_copy(after))))
             for error, patch in failures:
                 _fails(job.opt.wake, rank, error, patch)
                 assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0

@@ -1,1 +1,1 @@
-"""``zero-optim bench``: the ops and the step on one device, timed in turns with their baselines."""
+"""``zero-optim bench``: the ops on one device, timed in turns with their baselines."""

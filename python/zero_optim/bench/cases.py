@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero_kernels
 from zero_kernels import ROW
@@ -18,10 +18,12 @@ from zero_kernels.codecs import FORMS
 
 from ..errors import UsageError
 from ..rules.codec import DTYPES
+from ..train.model import ModelConfig
 from .timing import Job, Spread
 
 TORCH, COPY, STREAM = "torch_pipeline", "copy", "stream"
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+MAX_NORM = 1.0
 Row = dict[str, Any]
 
 
@@ -56,6 +58,39 @@ def state_bytes(value: object) -> int:
     """Count the bytes of tensors in a parameter's state, and in the objects that torchao and FlashOptim put there."""
     inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
     return sum(map(state_bytes, inner.values())) or getattr(value, "nbytes", 0)
+
+
+class Masters:
+    """fp32 copies, for an optimizer to step, of a model's parameters and gradients. fp32 parameters are their own."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.params: list[Tensor] = list(params)
+        self.separate = any(parameter.dtype != torch.float32 for parameter in self.params)
+        self.masters: list[Tensor] = self.params
+        if self.separate:
+            self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.params]
+            for master in self.masters:
+                master.grad = torch.empty_like(master)
+
+    def take_gradients(self) -> None:
+        if self.separate:
+            grads = [master.grad for master in self.masters if master.grad is not None]
+            torch._foreach_copy_(grads, [p.grad for p in self.params if p.grad is not None])
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        if self.separate:
+            torch._foreach_copy_(self.params, self.masters)
+
+
+def model_config(numel: int, device: torch.device) -> ModelConfig:
+    """Choose a model of about ``numel`` parameters: blocks of 12 hidden² each, a hundred times wider than their number.
+
+    Windows are of a realistic length on a GPU, and as short as can be on a CPU.
+    """
+    hidden = max(64, 64 * round((100 * numel / 12) ** (1 / 3) / 64))
+    layers = max(1, round(numel / (12 * hidden**2)))
+    return ModelConfig(layers, hidden, hidden // 64, 1024 if device.type == "cuda" else 16)
 
 
 # -- a case ------------------------------------------------------------------------------------------------------------

@@ -12,14 +12,13 @@ import torch
 
 from ..doctor import version_of
 from ..errors import UsageError, ZeroOptimError
-from . import cases, step
+from . import cases
 from .cases import PEERS, TORCHS, Row, Setting, choose_backends
 from .record import Result, title
 from .timing import Clock, interleaved, make_clock
 
 CASES = {"adam_step": cases.adam_step, "pack": cases.pack, "grad_stats": cases.grad_stats}
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
-STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 COLUMNS = {
     "backend": "{}",
     **dict.fromkeys(("ms", "p20", "p80"), "{:.3f}"),
@@ -39,9 +38,9 @@ def main(parsed: argparse.Namespace) -> int:
     about, baselines = parsed.ops[0] if len(parsed.ops) == 1 else "", dict[str, str]()
     result = Result(device, parsed.out, parsed.write, about, baselines=baselines)
     clock, peers = make_clock(device), PEERS | TORCHS if device.type == "cuda" else {}  # the last needs most memory
-    for op in dict.fromkeys(parsed.ops or (*CASES, "step")):
+    for op in dict.fromkeys(parsed.ops or CASES):
         for dtype in parsed.dtypes:
-            for numel in parsed.numel or (NUMELS if op in CASES else STEP_NUMELS)[device.type]:
+            for numel in parsed.numel or NUMELS[device.type]:
                 setting = Setting(device, dtype, numel, backends, peers)
                 result.add(measure(op, setting, clock, parsed.rounds, baselines))
     if not result.rows:
@@ -65,8 +64,6 @@ def measure(op: str, setting: Setting, clock: Clock, rounds: int | None, baselin
     """Measure one case. What the GPU's memory cannot hold, or a peer that fails, is left out, and a line is printed."""
     progress(f"{op}, {setting.dtype}, {setting.numel:,} elements")
     try:
-        if op not in CASES:
-            return step.measure(setting, clock, rounds)
         case = CASES[op](setting)
         for name, why in sorted(case.left_out.items() - baselines.items()):
             progress(f"left out: {name}: {why}")

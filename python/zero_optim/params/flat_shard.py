@@ -12,9 +12,8 @@ For a channels_last tensor they are cut with its dimensions in the order of memo
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,33 +124,22 @@ class FlatShard(Tensor):
                 f"{shard.label.removeprefix('gradient of ')} was moved or cast after the optimizer was made, with its "
                 "gradient: call .to() / .half() before, or make a new optimizer"
             )
-        raise shard._refusal(str(func), use_of(func, args, kwargs, shard))
+        raise shard._refusal(str(func))
 
     # Code that writes a tensor's memory into a file asks for its storage: safetensors for one.
     def untyped_storage(self) -> Any:
         # torch.compile describes a parameter together with its gradient, and reads nothing of either.
         if called_from(_DESCRIBES):
             return torch.UntypedStorage(self.numel() * self.itemsize, device="meta")
-        raise self._refusal("untyped_storage()", Use.COPY)
+        raise self._refusal("untyped_storage()")
 
-    def _refusal(self, what: str, use: Use) -> ShardAccessError:
-        of = self.label.partition(" ")[0]  # as of "gradient of 'fc.weight'"
-        kind = {"gradient": ShardKind.GRADIENT, "parameter": ShardKind.PARAMETER}.get(of, ShardKind.STATE)
-        return ShardAccessError(
-            f"{what} on the {self.label}: it is sharded, {self.what_is_here()}. {REMEDIES[kind][use]}"
-        )
+    def _refusal(self, what: str) -> ShardAccessError:
+        remedy = REMEDIES.get(self.label.partition(" ")[0], REMEDIES["state"])
+        return ShardAccessError(f"{what} on the {self.label}: it is sharded, {self.what_is_here()}. {remedy}")
 
     def what_is_here(self) -> str:
         """Describe how much of it this rank holds, for messages."""
-        here, whole = self._local.numel(), self.numel()
-        if not whole:
-            return "it has no elements"
-        elements = "its one element" if whole == 1 else f"all {whole} elements of it"
-        if not here:
-            return f"{'another rank holds' if whole == 1 else 'other ranks hold'} {elements}"
-        if here == whole:
-            return f"this rank holds {elements}, and other ranks none"
-        return f"this rank holds {here} of its {whole} elements"
+        return f"this rank holds {self._local.numel()} of its {self.numel()} elements"
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         """Make a shard of the same range, with its elements in ``local``. ``dtype``: of the whole; None: this one's."""
@@ -219,92 +207,34 @@ def rebuild_flat_shard(*parts: Any) -> FlatShard:
 torch.serialization.add_safe_globals([rebuild_flat_shard, TensorSlice, Cut])
 
 
-# -- advice in errors ----------------------------------------------------------------------------------------------
-
-
-class ShardKind(enum.Enum):
-    """The kind of tensor that a shard is of."""
-
-    GRADIENT = enum.auto()
-    PARAMETER = enum.auto()
-    STATE = enum.auto()
-
-
-class Use(enum.Enum):
-    """The kind of operation that was tried."""
-
-    NORM = enum.auto()  # take its norm, as clipping does
-    READ = enum.auto()  # read values, to calculate with them
-    EDIT = enum.auto()  # write in place
-    VIEW = enum.auto()  # take a part of it, or another shape
-    COPY = enum.auto()  # copy its memory, as saving does
-
+# -- what is refused -----------------------------------------------------------------------------------------------
 
 _LOCAL = "`.local` is this rank's part, a flat tensor"
-_NORM = "The norm over all ranks is what opt.clip_grad_norm_(max_norm) returns"
-_GATHER = "enter zero_optim.gather_parameters(model) on every rank"
-_WHOLE_STATE = f"zero_optim.full_state_dict(opt) gives whole tensors; {_LOCAL}"
-_READ_PARAMETER = (
-    "Calling a module brings in the others, and so does a method that was given to zero_optim.register_forward_method; "
-    f"to read it here, {_GATHER}"
-)
-
-REMEDIES: Mapping[ShardKind, Mapping[Use, str]] = {
-    ShardKind.GRADIENT: {
-        Use.NORM: f"{_NORM}, and step then clips",
-        Use.READ: f"{_LOCAL}. {_NORM}. With stage=0 gradients are whole",
-        Use.EDIT: "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler",
-        Use.VIEW: _LOCAL,
-        Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",
-    },
-    ShardKind.PARAMETER: {
-        **dict.fromkeys((Use.NORM, Use.READ, Use.VIEW), _READ_PARAMETER),
-        Use.EDIT: "To write it, enter zero_optim.gather_parameters(model, writeback=True) on every rank",
-        Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_model_state_dict(model) for whole "
-        f"weights, on every rank; to copy it, {_GATHER}",
-    },
-    ShardKind.STATE: {
-        **dict.fromkeys((Use.NORM, Use.READ, Use.VIEW), _WHOLE_STATE),
-        Use.EDIT: "To change it, load what zero_optim.full_state_dict(opt) gave, with your changes, by "
-        "zero_optim.load_full_state_dict(opt, state)",
-        Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_state_dict(opt) for whole tensors, "
-        "on every rank",
-    },
+REMEDIES = {
+    "gradient": f"{_LOCAL}. The norm over all ranks is what opt.clip_grad_norm_(max_norm) returns; step then clips. "
+    "For loss scaling use zero_optim.GradScaler. With stage=0 gradients are whole",
+    "parameter": "Calling a module brings in the others, and so does a method that was given to "
+    "zero_optim.register_forward_method; to read it here, enter zero_optim.gather_parameters(model) on every rank, to "
+    "write it, with writeback=True. To save it, call zero_optim.checkpoint.save, or "
+    "zero_optim.full_model_state_dict(model) for whole weights, on every rank",
+    "state": "zero_optim.full_state_dict(opt) gives whole tensors, on every rank, and "
+    "zero_optim.load_full_state_dict(opt, state) takes them, with your changes. To save it, call "
+    f"zero_optim.checkpoint.save. {_LOCAL}",
 }
-
-_USES = {
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm"), Use.NORM),
-    **dict.fromkeys(("clone", "is_pinned", "pin_memory", "_pin_memory"), Use.COPY),
-    "index": Use.VIEW,
-}
-"""The use of operators whose signature does not show it."""
+"""By the first word of a label; state has other words."""
 
 
-def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:
-    """Classify what ``operator`` would do with ``shard``, which is among its arguments."""
-    name, arguments = operator._schema.name.rpartition("::")[2], operator._schema.arguments
-    if name in _USES:
-        return _USES[name]
-    given = {**{of.name: value for of, value in zip(arguments, args, strict=False)}, **kwargs}
-    written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
-    if any(tensor is shard for tensor in pytree.tree_leaves(written)):
-        return Use.EDIT
-    return Use.VIEW if operator.is_view else Use.READ
-
-
-def _refusing(method: str, use: Use) -> Any:
+def _refusing(method: str) -> Any:
     """Make a method of ``FlatShard`` that is refused: what it does never reaches ``__torch_dispatch__``."""
 
     def refuse(self: FlatShard, *args: Any, **options: Any) -> Any:
-        raise self._refusal(f"{method}()", use)
+        raise self._refusal(f"{method}()")
 
     return refuse
 
 
-for method in ("item", "tolist", "numpy", "__dlpack__", "__dlpack_device__"):
-    setattr(FlatShard, method, _refusing(method, Use.READ))
-for method in ("share_memory_", "storage"):
-    setattr(FlatShard, method, _refusing(method, Use.COPY))
+for method in ("item", "tolist", "numpy", "__dlpack__", "__dlpack_device__", "share_memory_", "storage"):
+    setattr(FlatShard, method, _refusing(method))
 
 
 # -- rectangles, for torch.distributed.checkpoint ------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..callers import called_from, called_within
 from ..errors import ParameterError, ShardAccessError
-from .flat_shard import SAME_SHARD, FlatShard, Use
+from .flat_shard import SAME_SHARD, FlatShard
 from .storage_order import flat_of, storage_order
 from .tensor_slice import is_distributed, local_of, slice_of
 
@@ -78,7 +78,7 @@ class ParamShard(StateDictShard):
             with args[0].flat.memory.opened() as shard, torch.inference_mode(False):
                 return args[0]._of_same_range(args[0].part_of(shard).clone())
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
-            raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
+            raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func))
         if func is aten._to_copy.default:
             raise ParameterError(
                 f"{args[0].label} is sharded: move or cast the model, or change its memory format, before "
@@ -86,8 +86,8 @@ class ParamShard(StateDictShard):
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _refusal(self, what: str, use: Use) -> ShardAccessError:
-        refused = super()._refusal(what, use)
+    def _refusal(self, what: str) -> ShardAccessError:
+        refused = super()._refusal(what)
         if not called_within(_PIPELINE_BACKWARD):
             return refused
         return ShardAccessError(
@@ -125,7 +125,7 @@ class ParamShard(StateDictShard):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value is not self:  # as when a model is moved to where it is
-            raise self._refusal("assigning .data", Use.EDIT)
+            raise self._refusal("assigning .data")
 
     def requires_grad_(self, requires_grad: bool = True) -> ParamShard:
         self.plain.requires_grad_(requires_grad)

@@ -35,7 +35,7 @@ from ..rules.codec import DTYPES
 from ..rules.muon import Muon
 from ..shard_module import gather_parameters
 from .model import GPT, RESUME_AUTO, Block, Flags, TrainConfig, fresh_config, generate, next_byte_loss, resumed_config
-from .page import PICTURE, RUN, WHOLE, Session, draw_loss, tables, write_page
+from .page import PICTURE, RUN, WHOLE, Session, tables, write_page
 from .ranks import choose_device, join_ranks, local_ranks, watch_signals
 from .run_dir import CHECKPOINTS, find_checkpoint, open_log, open_run, rewind, run_of
 
@@ -327,10 +327,8 @@ def _print_end(session: Session, folder: Path) -> None:
         say(f"interrupted after step {ending['step']}; {go_on}")
         return
     say("", "\n\n".join(table.as_text() for table in tables(session)), "")
-    try:
-        draw_loss(folder)
-    except ImportError as error:
-        say(f"{PICTURE} was not written: {error}; pip install zero-kernels[train]")
+    if not (folder / PICTURE).exists():
+        say(f"{PICTURE} was not written: matplotlib is not installed; pip install zero-kernels[train]")
     loss = ending["validation_loss"]
     say(f"validation loss {'not finite' if loss is None else f'{loss:.4f}'}")
     say(f"unigram entropy {ending['entropy']:.4f}")

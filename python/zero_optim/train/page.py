@@ -1,7 +1,7 @@
 """The page of a run: charts and tables in one HTML file, made from ``log.jsonl`` and ``run.json``.
 
-The tables are also printed at the end of a run. Charts need matplotlib, which brings NumPy. The page has no script and
-fetches nothing; everything that comes from files is escaped.
+The tables are also printed at the end of a run. Charts need matplotlib. The page has no script and fetches nothing;
+everything that comes from files is escaped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from datetime import timedelta
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ..figures import NONE, count, megabytes, row, short, size
 
@@ -26,9 +27,11 @@ NOT_OF_STEPS = "construction"  # collectives made once, before the first step
 TOLERANCE = 0.01
 """Fraction of the plan by which model state may exceed it before the page reports a problem."""
 _MOST_COLUMNS = 4
-_POINTS = 640  # of a line, at most twice as many: about as many as a chart is pixels wide
 _APART = 100.0  # largest value over the least, above which an axis is logarithmic
-_COLORS, _RED = ("#0072B2", "#009E73", "#E69F00", "#777777"), "#D55E00"  # blue, green, orange, grey of Okabe and Ito
+_COLORS = "#0072B2", "#009E73", "#E69F00", "#777777"  # blue, green, orange, grey of Okabe and Ito
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Session = Mapping[str, Any]
 """``run.json``: the last start of ``zero-optim train`` in this folder. See ``loop._describe``."""
@@ -155,95 +158,68 @@ def _time(session: Session) -> Table:
 # -- charts ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Lines over the steps of a run."""
-
-    title: str
-    unit: str
-    lines: Mapping[str, Sequence[float | None]]  # by name; None is a gap
-    levels: Mapping[str, float]  # constant values by name, drawn as dashed lines
-    end: tuple[str, float] | None = None  # a name and a value, drawn as a dot at the last step
-    marked: Sequence[int] = ()  # steps that get an upright line
-    stacked: bool = False  # lines are parts of a whole, drawn as areas on top of each other
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """By name, the name with the last value."""
-        last = {name: next((y for y in reversed(of) if y is not None), None) for name, of in self.lines.items()}
-        values = {**last, **self.levels, **dict([self.end] if self.end else [])}
-        return {name: f"{name}: {short(value, 5)}" for name, value in values.items()}
-
-
-def charts(run: Run) -> Iterator[Chart]:
-    """Make all charts of a run, which has at least one step."""
-    yield loss_chart(run)
-    yield Chart("Speed", "tokens/s, all ranks", {"tokens/s": run.column("tokens_per_s")}, {})
-    norms, clip = {"before clipping": run.column("grad_norm")}, {"clipped to": run.session["config"]["clip"]}
-    yield Chart("Gradient norm", "of the averaged gradient", norms, clip, marked=run.without("grad_norm"))
+def charts(run: Run) -> Iterator[Figure]:
+    """Draw each chart of a run, the loss first. Raises ImportError where matplotlib is missing."""
+    levels = {"held out": run.ending.get("validation_loss"), "unigram entropy": run.ending.get("entropy")}
+    yield _chart(run, "Loss", "nats per byte", {"training": run.column("loss")}, levels, run.without("loss"))
+    yield _chart(run, "Speed", "tokens/s, all ranks", {"tokens/s": run.column("tokens_per_s")})
+    norms, skipped = {"before clipping": run.column("grad_norm")}, run.without("grad_norm")
+    clip = {"clipped to": run.session["config"]["clip"]}
+    yield _chart(run, "Gradient norm", "of the averaged gradient", norms, clip, skipped)
     if any(scale != 1 for scale in run.column("loss_scale")):
-        scales = {"loss scale": run.column("loss_scale")}
-        yield Chart("Loss scale", "of fp16", scales, {}, marked=run.without("grad_norm"))
-    yield Chart("Learning rate", "of the schedule", {"learning rate": run.column("lr")}, {})
-    phases = [name for name in run.steps[0]["ms"] if name != WHOLE]
-    lines = {name: [step["ms"][name] for step in run.steps] for name in phases}
+        yield _chart(run, "Loss scale", "of fp16", {"loss scale": run.column("loss_scale")}, marked=skipped)
+    yield _chart(run, "Learning rate", "of the schedule", {"learning rate": run.column("lr")})
+    phases = [name for name in run.steps[0]["ms"] if name != WHOLE] if run.steps else []
+    parts = {name: [step["ms"][name] for step in run.steps] for name in phases}
     # Zeroing, the schedule, the exchange of the loss. On a GPU the whole is of the host's clock, and phases are of the
     # device's: their difference may be below 0.
-    lines["the rest"] = [max(0.0, s["ms"][WHOLE] - sum(s["ms"][name] for name in phases)) for s in run.steps]
-    yield Chart("Timeline of a step", "ms, rank 0", lines, {}, stacked=True)
+    parts["the rest"] = [max(0.0, s["ms"][WHOLE] - sum(s["ms"][name] for name in phases)) for s in run.steps]
+    yield _chart(run, "Timeline of a step", "ms, rank 0", parts, stacked=True)
 
 
-def loss_chart(run: Run) -> Chart:
-    held_out, entropy = run.ending.get("validation_loss"), run.ending.get("entropy")
-    levels = {"unigram entropy": entropy} if entropy is not None else {}
-    end = ("held out", held_out) if held_out is not None else None
-    return Chart("Loss", "nats per byte", {"training": run.column("loss")}, levels, end, run.without("loss"))
+def _chart(
+    run: Run,
+    title: str,
+    unit: str,
+    lines: Mapping[str, Sequence[float | None]],
+    levels: Mapping[str, float | None] = MappingProxyType({}),
+    marked: Sequence[int] = (),
+    *,
+    stacked: bool = False,
+) -> Figure:
+    """Draw lines over the steps of a run. The legend has their last values.
 
-
-def draw(chart: Chart, steps: Sequence[int], file: Any, **more: Any) -> None:
-    """Draw a chart into a file as matplotlib's ``savefig`` does. Raises ImportError where matplotlib is missing."""
-    from matplotlib import rc_context
+    Args:
+        lines: by name; None is a gap.
+        levels: constant values by name, drawn as dashed lines, but for None.
+        marked: steps that get an upright line.
+        stacked: lines are parts of a whole, drawn as areas on top of each other.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure((6.3, 3.0), layout="constrained")
-    axes = figure.subplots()
-    legend, lines = chart.legend, {name: _thinned(steps, values) for name, values in chart.lines.items()}
-    if chart.stacked:
-        (x, _, _, _), *_ = lines.values()
-        labels = [legend[name] for name in lines]
-        axes.stackplot(x, [mean for _, _, mean, _ in lines.values()], colors=_COLORS, alpha=0.85, lw=0, labels=labels)
+    axes: Any = figure.subplots()
+    steps = [step["step"] for step in run.steps]
+    there = {name: [y for y in of if y is not None] for name, of in lines.items()}
+    labels = [f"{name}: {short(of[-1] if of else None, 5)}" for name, of in there.items()]
+    if stacked:
+        axes.stackplot(steps, [*lines.values()], colors=_COLORS, alpha=0.85, lw=0, labels=labels)
     else:
-        for color, (name, (x, low, mean, high)) in zip(_COLORS, lines.items(), strict=False):
-            if len(x) < len(steps):
-                axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0.6)
-            axes.plot(x, mean, color=color, lw=1.2, marker="o" if len(x) == 1 else "", label=legend[name])
-    for name, level in chart.levels.items():
-        axes.axhline(level, color=_RED, lw=1, ls=(0, (5, 2)), label=legend[name])
-    if chart.end:
-        axes.plot(steps[-1:], [chart.end[1]], "o", color=_RED, label=legend[chart.end[0]])
-    for step in chart.marked[:: 1 + len(chart.marked) // _POINTS]:
-        axes.axvline(step, color="#C4003F", lw=0.9, alpha=0.6)
-    there = [y for line in chart.lines.values() for y in line if y is not None]
-    if not chart.stacked and there and min(there) > 0 and max(there) > _APART * min(there):
+        for values, label in zip(lines.values(), labels, strict=True):
+            axes.plot(steps, values, color=_COLORS[0], lw=1, marker="o" if len(steps) == 1 else "", label=label)
+    for color, (name, level) in zip(_COLORS[1:], levels.items(), strict=False):
+        if level is not None:
+            axes.axhline(level, color=color, lw=1, ls=(0, (5, 2)), label=f"{name}: {short(level, 5)}")
+    axes.vlines(marked, 0, 1, transform=axes.get_xaxis_transform(), color="#C4003F", lw=0.9, alpha=0.6)
+    every = [y for of in there.values() for y in of]
+    if not stacked and every and min(every) > 0 and max(every) > _APART * min(every):
         axes.set_yscale("log")
-    axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
-    axes.set(xlabel="step", ylabel=chart.unit)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set(xlabel="step", ylabel=unit)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E3E3E3", lw=0.6)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8, reverse=chart.stacked)
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero-optim"}):  # text as text; the same bytes every time
-        figure.savefig(file, **more)
-
-
-def _thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[Any, Any, Any, Any]:
-    """Average neighbours of a long line. Returns its steps, and the least, mean and most at each; a gap is NaN."""
-    import numpy as np
-
-    width = 1 if len(steps) <= 2 * _POINTS else -(-len(steps) // _POINTS)
-    pad = [np.nan] * (-len(steps) % width)
-    parts = np.ma.masked_invalid(np.array([*values, *pad], dtype=float).reshape(-1, width))
-    low, mean, high = (getattr(parts, name)(axis=1).filled(np.nan) for name in ("min", "mean", "max"))
-    return np.array(steps)[::width], low, mean, high
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8, reverse=stacked)
+    return figure
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -254,9 +230,7 @@ body { max-width: 80rem; margin: 0 auto; padding: 1.5rem 1rem; overflow-wrap: an
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 .verdict { padding: 0.6rem 1rem; border-radius: 0.5rem; background: light-dark(#e3f4ec, #143026); }
 .verdict.off { background: light-dark(#fdeed8, #3a2a10); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 0.75rem; }
-.tiles div, figure, .wide { border: 1px solid var(--edge); border-radius: 0.5rem; padding: 0.5rem 0.8rem; }
-.tiles b { display: block; font-size: 1.25rem; }
+figure, .wide { border: 1px solid var(--edge); border-radius: 0.5rem; padding: 0.5rem 0.8rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 0.75rem; }
 figure, .wide { margin: 0.6rem 0; min-width: 0; overflow-x: auto; } figure img { width: 100%; min-width: 28rem; }
 @media (prefers-color-scheme: dark) { figure img { filter: invert(1) hue-rotate(180deg); } }
@@ -273,7 +247,6 @@ _TEMPLATE = Template("""<!doctype html>
 <title>$name: zero-optim train</title><style>$style</style></head>
 <body><h1>$name</h1>
 $verdict
-<div class="tiles">$tiles</div>
 <h2>What was run</h2><dl>$facts</dl>
 <h2>Over the steps</h2><div class="charts">$charts</div>
 <h2>Memory, communication, time</h2>$tables
@@ -282,46 +255,39 @@ $verdict
 
 
 def write_page(folder: Path) -> Path:
-    """Write ``report.html`` into a run's folder. Returns its path. Raises OSError, and ValueError of a damaged file."""
+    """Write ``report.html`` into a run's folder, and ``loss.png`` where matplotlib is installed.
+
+    Returns the page's path. Raises OSError, and ValueError of a damaged file.
+    """
     run = read_run(folder)
     session, found, ending = run.session, problems(run), run.ending
     speeds = [step["tokens_per_s"] for step in run.steps]
     peaks = [rank["peak_bytes"] for rank in ending.get("ranks", ())]
-    tiles = {
-        "steps": f"{len(run.steps):,} of {session['config']['steps']:,}",
-        "final loss": short(run.steps[-1]["loss"] if run.steps else None, 5),
+    facts = {**session["facts"], "started": session["started"][:19].replace("T", " ")}
+    if session["resumed_from"]:
+        facts["resumed from"] = f"{session['resumed_from']}, after step {session['after_step']:,}"
+    facts |= {
+        "command": session["command"],
+        "folder": str(folder),
+        "steps": f"{len(run.steps):,} of {session['config']['steps']:,}, {len(run.without('grad_norm')):,} skipped",
         "held-out loss": short(ending.get("validation_loss"), 5),
-        "unigram entropy": short(ending.get("entropy"), 5),
         "median tokens/s": short(statistics.median(speeds) if speeds else None),
-        "skipped steps": f"{len(run.without('grad_norm')):,}",
         f"peak, {session['peak_of']}": size(max(peaks)) if peaks else NONE,
         "duration": str(timedelta(seconds=round(ending["seconds"]))) if ending else NONE,
     }
     listed = "".join(f"<li>{escape(problem)}</li>" for problem in found)
     good = "All losses are finite, no step was skipped, memory is as planned."
-    facts = {**session["facts"], "started": session["started"][:19].replace("T", " ")}
-    if session["resumed_from"]:
-        facts["resumed from"] = f"{session['resumed_from']}, after step {session['after_step']:,}"
-    facts |= {"command": session["command"], "folder": str(folder)}
     whole = _TEMPLATE.substitute(
         name=escape(folder.resolve().name),
         style=_STYLE,
         verdict=f'<ul class="verdict off">{listed}</ul>' if found else f'<p class="verdict">{good}</p>',
-        tiles="".join(f"<div>{escape(name)}<b>{escape(value)}</b></div>" for name, value in tiles.items()),
         facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items()),
-        charts=_drawn(run),
+        charts=_drawn(run, folder / PICTURE),
         tables="".join(table.as_html() for table in tables(session)) or "<p>No rank has reported.</p>",
     )
     path = folder / PAGE
     path.write_text(whole, encoding="utf-8")
     return path
-
-
-def draw_loss(folder: Path) -> Path:
-    """Write ``loss.png``. Returns its path. Raises as ``write_page``, and ImportError where matplotlib is missing."""
-    run = read_run(folder)
-    draw(loss_chart(run), [step["step"] for step in run.steps], folder / PICTURE, dpi=140)
-    return folder / PICTURE
 
 
 def problems(run: Run) -> list[str]:
@@ -343,16 +309,20 @@ def problems(run: Run) -> list[str]:
     return found
 
 
-def _drawn(run: Run) -> str:
-    """Draw all charts as images that are SVG, so that ids and styles of charts cannot clash."""
-    steps, drawn = [step["step"] for step in run.steps], []
-    for chart in charts(run) if steps else ():
-        file = io.BytesIO()
-        try:
-            draw(chart, steps, file, format="svg", transparent=True, metadata={"Date": None})
-        except ImportError:
-            return "<p>No charts: matplotlib is not installed. pip install zero-kernels[train]</p>"
-        source = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
-        values = "; ".join(chart.legend.values())
-        drawn.append(f'<figure><img src="{source}" alt="{escape(f"{chart.title}, {chart.unit}. {values}.")}"></figure>')
+def _drawn(run: Run, first: Path) -> str:
+    """Draw all charts as images of the page, and the first also into a file."""
+    first.unlink(missing_ok=True)
+    drawn: list[str] = []
+    try:
+        for chart in charts(run):
+            file = io.BytesIO()
+            chart.savefig(file, dpi=140)
+            if not drawn:
+                first.write_bytes(file.getvalue())
+            axes: Any = chart.axes[0]
+            words = [axes.get_title("left"), axes.get_ylabel(), *(text.get_text() for text in axes.get_legend().texts)]
+            source = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            drawn.append(f'<figure><img src="{source}" alt="{escape("; ".join(words))}"></figure>')
+    except ImportError:
+        return "<p>No charts: matplotlib is not installed. pip install zero-kernels[train]</p>"
     return "".join(drawn)
