@@ -92,6 +92,7 @@ class State:
     late: int
     frozen: set[int]
     groups: int = 1
+    swaps: bool = False  # tokens come to experts and go back, on all ranks, also where one has none for them
     grads: set[int] = field(default_factory=set)  # on any rank
     synced: int = 0  # backwards since the last step or zeroing
     pending: str = ""  # what has to follow: "step" or "step or zero"
@@ -200,7 +201,8 @@ class _Generator(Draw):
             options["cut"] = cuts
         written = "".join(f", {key}={value!r}" for key, value in options.items() if value not in ([], None))
         self.lines.append(f"{name} = optimizer({shapes}, frozen={sorted(frozen)}{written})")
-        return State(name, stage, options, order, len(late), frozen, len(groups))
+        swaps = bool(experts) and stage == 3 and self.chance(70)
+        return State(name, stage, options, order, len(late), frozen, len(groups), swaps)
 
     def experts(self, options: dict[str, Any], stage: int, shapes: list[Shape]) -> set[int]:
         """The numbers of those parameters that are experts, not all; of some of them all are in one tensor."""
@@ -589,11 +591,11 @@ class _Generator(Draw):
         if self.chance(40):
             again = [*self.shuffled(every), *([self.pick(every)] if self.chance(50) else [])]
             return [again] * self.world
-        return [self.some(s.order, 60) for _ in range(self.world)]
+        kept = {*every} - s.expert_units if s.swaps else set()  # else one waits in a gather, and another in a swap
+        return [[k for k in s.order if k in kept or self.chance(60)] for _ in range(self.world)]
 
     def parts(self, s: State, params: Sequence[int], called: Sequence[int], swaps: bool) -> list[str]:
-        """``swaps``: tokens come to experts and go back, on all ranks, also where one has none for them."""
-        links = []
+        links, swaps = [], swaps and s.swaps
         in_order = [k for k in s.order or [] if k in called] == [*called]
         for k in s.order or [] if in_order else called:
             uses = ", ".join(f"{p}: {self.factor()}" for p in params if s.units[p] == k)
