@@ -412,11 +412,9 @@ def _unsharded(laid: _Laid) -> int:
     if not laid.sharding.reduces:
         return 0
     root, *units = (sum(flat.nbytes for flat in unit if flat.layout.shards > 1) for unit in laid.units)
-    if (keepers := _keepers(laid)) == 1:
-        return root + sum(units)
+    kept = sum(flat.nbytes // n for unit in laid.units[1:] for flat in unit if (n := _keepers(flat, laid.job)))
     ahead = max((sum(units[run]) for run in _runs(laid, laid.job.prefetch)), default=0)
-    kept = sum(flat.nbytes for unit in laid.units[1:] for flat in unit if keepers < flat.params_layout.shards)
-    return root + ahead + (kept // keepers if keepers else 0)
+    return root + kept + (ahead if kept < sum(units) else 0)
 
 
 def _runs(laid: _Laid, ahead: int) -> Iterator[slice]:
@@ -426,12 +424,11 @@ def _runs(laid: _Laid, ahead: int) -> Iterator[slice]:
         yield slice(first, next((number for number in others if number > first), len(laid.units)) + ahead)
 
 
-def _keepers(laid: _Laid) -> int:
-    """Count the ranks that together keep a unit between forward and backward: 1: each keeps all; 0: none does."""
-    reshard = laid.job.reshard_after_forward
+def _keepers(flat: _Flat, job: Job) -> int:
+    """Count the ranks that together keep it between forward and backward: 1: each keeps all; 0: none does."""
+    reshard, shards = job.reshard_after_forward, flat.params_layout.shards
     if isinstance(reshard, bool):
-        return int(not reshard)
-    shards = laid.sharding.shard_count // laid.sharding.parts_of_shard
+        return int(not reshard and shards > 1)
     return reshard if reshard < shards else 0  # over all shards: the same as True
 
 
@@ -510,12 +507,12 @@ def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
             count("all_gather", flat.nbytes)
     if job.stage < 3 or not sharding.reduces:
         return traffic
-    keepers, units = _keepers(laid), [flat for unit in laid.units[1:] for flat in unit]
-    for flat in laid.flats if keepers else [*laid.flats, *units]:  # backward keeps the root alone
+    for flat in laid.flats:
         if flat.layout.shards > 1:
             count("all_gather", flat.nbytes, job.accumulate)
-    for flat in [flat for flat in units if 1 < keepers < flat.params_layout.shards]:
-        count("node_all_gather", flat.nbytes, job.accumulate)
+    for flat in [flat for unit in laid.units[1:] for flat in unit if flat.layout.shards > 1]:  # backward keeps the root
+        if (keepers := _keepers(flat, job)) != 1:
+            count("node_all_gather" if keepers else "all_gather", flat.nbytes, job.accumulate)
     joining = [flat for flat in buckets if flat.rule.joins_parts and flat.layout.shards > 1]
     joined = sum(slot.numel // flat.layout.shards for flat in joining for slot in flat.layout.slots)
     if joined:  # matrices are sent to one rank each, and back
