@@ -109,12 +109,10 @@ class Experts:
     """The experts of an optimizer, over the ranks of ``mesh``: ("edp", "ep"), or the other way round.
 
     Attributes:
-        numbers: of the parameters that are experts, of which a rank has one of each.
-        packed: those of them that are one tensor [experts, ...] of all ranks, of which each has a slice.
+        packed: numbers of those that are one tensor [experts, ...] of all ranks, of which each has a slice.
     """
 
     mesh: DeviceMesh
-    numbers: Sequence[int]
     packed: Sequence[int]
 
     @property
@@ -257,7 +255,8 @@ class Words:
         of, copies = None, {}
         if experts:
             names, sizes = zip(*expert_mesh, strict=True)
-            of, ours = Experts(self._mesh_of(sizes, names), experts, packed), self.library is zero_optim
+            of = Experts(init_device_mesh("cpu", sizes, mesh_dim_names=names), packed)
+            ours = self.library is zero_optim
             copies = {p: of.copies(p, shapes[p], made[p].dtype, ours=ours) for p in experts}
             for p, own in copies.items():
                 made[p] = own[of.own[0] if len(own) > 1 else 0]
@@ -279,7 +278,7 @@ class Words:
                 how["experts"] = {f"units.{unit}": of.mesh["edp"] for unit in of_experts}
             net = self.library.shard_module(net, units=(Unit,), **how, **grid, **offload)
             made = net.ordered()
-            copies = {p: [made[p]] for p in copies} if self.library is zero_optim else copies
+            copies = {p: [made[p]] if len(own) == 1 else own for p, own in copies.items()}
         group_of = partial(self._group, made, of, copies)
         given = [group_of(group) for group in groups or [{"params": range(len(shapes))}]]
 
@@ -305,12 +304,9 @@ class Words:
         if cut:
             return {"mesh": self._mesh["dp"]}  # type: ignore[index]
         if mesh:
-            grid = self._mesh_of((2, self.world // 2), ("replicate", "shard"))
+            grid = init_device_mesh("cpu", (2, self.world // 2), mesh_dim_names=("replicate", "shard"))
             return {"mesh": grid, "state_over": mesh}
         return {}
-
-    def _mesh_of(self, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-        return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
 
     def _group(
         self, made: Sequence[Any], of: Experts | None, copies: dict[int, list[Any]], group: dict[str, Any]
