@@ -14,7 +14,7 @@ MUON = "muon"
 MODELS = (
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b"),
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3-405b"),
-    "mistral-7b",
+    *("mistral-7b", "mixtral-8x7b"),
 )
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     flag("--world", int, "ranks (1)", default=1)
     flag("--tp", int, "tensor-parallel ranks that a decoder is cut over (1)", default=1)
+    flag("--ep", int, "ranks that the experts of each layer are spread over (1)", default=1)
     flag("--pp", int, "stages of a pipeline that the layers are cut into: the fullest is planned (1)", default=1)
     flag("--replicate", int, "of the others, how many hold each shard, as in a mesh (1)", default=1)
     text = "over which of these the state is sharded, as state_over= has it (shard)"

@@ -91,6 +91,7 @@ def test_gpt_2_of_the_paper_takes_24_gb():
         ("llama-3-8b", 8_030_261_248),
         ("llama-3-405b", 405_853_388_800),
         ("mistral-7b", 7_241_732_096),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_known_models_have_their_published_parameters(name, parameters):
@@ -368,7 +369,7 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
     [
         (["--model", "gpt2-x"], "did you mean gpt2-xl?"),
         (["--model", "Qwen/Qwen3-8B"], "download its config.json and give the path"),
-        (["--model", "mixtral-8x7b"], "download its config.json and give the path"),
+        (["--model", "mixtral-8x22b"], "download its config.json and give the path"),
         (["--model", "gpt2", "--lora", "0"], "--lora 0: at least 1"),
         (["--model", "no/config.json"], "no such file"),
         (["--params", "7e9", "--seq", "10"], "--seq and --batch"),
@@ -379,6 +380,10 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--state-over", "all"], "--replicate"),
         (["--params", "7e9", "--world", "0"], "--world must be 1 rank or more"),
         (["--params", "7e9", "--world", "6", "--tp", "4"], "--tp must divide the 6 ranks, got 4"),
+        (["--params", "7e9", "--world", "6", "--ep", "4"], "--ep must divide the 6 ranks, got 4"),
+        (["--params", "7e9", "--world", "4", "--ep", "4"], "--ep must divide the model's 0 experts, got 4"),
+        (["--model", "mixtral-8x7b", "--world", "3", "--ep", "3"], "--ep must divide the model's 8 experts"),
+        (["--model", "mixtral-8x7b", "--world", "8", "--tp", "2", "--ep", "2"], "--ep beside tensor-parallel ranks"),
         (["--params", "7e9", "--world", "8", "--stage", "2", "--param-offload"], "--param-offload"),
     ],
 )

@@ -38,6 +38,8 @@ STORES: tuple[dict[str, Any], ...] = (
     {"store": "paged", "device_budget": 3072},
     {"store": "nvme:/tmp"},
 )
+PACKED: tuple[Shape, ...] = ((4, 3, 5), (4, 16, 2), (8, 7, 3), (4, 1, 1), (4, 9))
+"""Of experts in one tensor, which two and four ranks can cut."""
 FACTORS = (1.0, 0.5, 0.25, 1.5, 2.0)
 
 
@@ -59,6 +61,7 @@ class Flavour:
     rules: bool = False  # other than AdamW, and averages
     by_group: bool = False  # rules, Muon among them
     split: bool = False  # masters, of bf16 parameters
+    experts: bool = False  # some parameters are, at every stage
 
 
 ANY_STAGE = (2, 1, 0, 3, 3)
@@ -73,6 +76,7 @@ FLAVOURS = {
     "stored": Flavour(ANY_STAGE, worlds=(2, 1, 3), optimizers=(1, 1, 2), scaled=20, stores=80),
     "ruled": Flavour(ANY_STAGE, optimizers=(1, 1, 2), scaled=15, stores=30, rules=True),
     "split": Flavour(ANY_STAGE, optimizers=(1, 1, 2), scaled=15, stores=30, rules=True, split=True),
+    "experts": Flavour((2, 3, 1, 3, 0), worlds=(4, 2, 4), optimizers=(1, 1, 1, 2), experts=True),
     "groups": Flavour(ANY_STAGE, optimizers=(1, 1, 2), scaled=15, stores=20, by_group=True),
 }
 
@@ -88,6 +92,7 @@ class State:
     late: int
     frozen: set[int]
     groups: int = 1
+    swaps: bool = False  # tokens come to experts and go back, on all ranks, also where one has none for them
     grads: set[int] = field(default_factory=set)  # on any rank
     synced: int = 0  # backwards since the last step or zeroing
     pending: str = ""  # what has to follow: "step" or "step or zero"
@@ -104,6 +109,16 @@ class State:
     @property
     def units(self) -> list[int]:
         return self.options.get("units", [])
+
+    @property
+    def expert_units(self) -> set[int]:
+        return {self.units[p] for p in self.options.get("experts", [])} if self.units else set()
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks have different experts under one name, of which no whole is known."""
+        several = dict(self.options.get("expert_mesh", {})).get("ep", 1) > 1
+        return several and len(self.options["experts"]) > len(self.options.get("packed", []))
 
     @property
     def quiet(self) -> bool:
@@ -156,9 +171,18 @@ class _Generator(Draw):
         late = [order.pop()] if stage != 3 and count > 2 and self.chance(25) else []
         at = self.number(1, len(order) - 1) if len(order) > 1 and self.chance(40) else len(order)
         options: dict[str, Any] = {"stage": stage}
+        experts = self.experts(options, stage, shapes) if flavour.experts else set()
+        if experts:
+            at, order = 0, [p for p in order if p not in experts]
+            order += [p for p in range(count) if p in experts and p not in late]
+            at = next((at for at, p in enumerate(order) if p in experts), len(order))
         rules = self.rules(options)
         groups = [self.group(part, shapes, rules) for part in (order[:at], order[at:]) if part]
         options |= {"groups": groups, "late": [self.group(late, shapes, rules)] if late else []}
+        for group in (*options["groups"], *options["late"]) if experts else ():
+            if group["params"][0] in experts:
+                group["grad_divisor"] = self.pick((self.world, self.world, 2))
+                group |= {"mesh": "edp"} if stage < 3 or self.chance(30) else {}
         if not {*order} - frozen:
             frozen = set()
         if stage == 3:
@@ -167,6 +191,8 @@ class _Generator(Draw):
             options["units"] = self.shuffled(
                 [*range(used), *(self.number(least, used - 1) for _ in range(count - used))]
             )
+            if experts:
+                options["units"] = self.units_of_experts(count, experts)
             options |= {"prefetch": self.pick((1, 0, 2)), "reshard_after_forward": not self.chance(20)}
         options |= self.settings(dtype, stage)
         if flavour.cut:
@@ -175,7 +201,29 @@ class _Generator(Draw):
             options["cut"] = cuts
         written = "".join(f", {key}={value!r}" for key, value in options.items() if value not in ([], None))
         self.lines.append(f"{name} = optimizer({shapes}, frozen={sorted(frozen)}{written})")
-        return State(name, stage, options, order, len(late), frozen, len(groups))
+        swaps = bool(experts) and stage == 3 and self.chance(70)
+        return State(name, stage, options, order, len(late), frozen, len(groups), swaps)
+
+    def experts(self, options: dict[str, Any], stage: int, shapes: list[Shape]) -> set[int]:
+        """The numbers of those parameters that are experts, not all; of some of them all are in one tensor."""
+        found = self.some(range(1, len(shapes)), 50, least=min(1, len(shapes) - 1))
+        if not found:
+            return set()
+        parts = self.pick([parts for parts in (2, 4, 1) if self.world % parts == 0])
+        packed = [p for p in found if self.chance(40)]
+        for p in packed:
+            shapes[p] = self.pick(PACKED)
+        sizes = [("edp", self.world // parts), ("ep", parts)]
+        options |= {"experts": sorted(found), "packed": sorted(packed)}
+        options["expert_mesh"] = sizes[::-1] if self.chance(30) else sizes
+        return {*found}
+
+    def units_of_experts(self, count: int, experts: set[int]) -> list[int]:
+        """Of each parameter its unit: none has experts and others."""
+        of = {p: self.number(0, 1) * 2 + (p in experts) for p in range(count)}
+        number = dict(zip(self.shuffled(sorted({*of.values()})), range(4), strict=False))
+        rest = -1 if self.chance(40) else number[of[0]]
+        return [number[of[p]] if p in experts or p == 0 or of[p] != of[0] else rest for p in range(count)]
 
     def settings(self, dtype: str, stage: int) -> dict[str, Any]:
         flavour = self.flavour
@@ -431,7 +479,7 @@ class _Generator(Draw):
 
     def _evaluate(self, s: State, p: int) -> None:
         calls = self.calls(s)
-        nets = [_link([s.name, *self.parts(s, s.given, of_rank)]) for of_rank in self.of_rows(calls)]
+        nets = [_link([s.name, *self.parts(s, s.given, of_rank, swaps=True)]) for of_rank in self.of_rows(calls)]
         self.lines.append(f"evaluate({', '.join(nets)})")
 
     # Backward
@@ -462,7 +510,8 @@ class _Generator(Draw):
                 calls[s.name][rank] = s.order or []
             else:
                 of_rank[s.name] = used
-        chains = [self.chain(states, of_rank, calls, rank) for rank, of_rank in enumerate(chosen)]
+        swaps = kind != "raises"
+        chains = [self.chain(states, of_rank, calls, rank, swaps) for rank, of_rank in enumerate(chosen)]
         if kind == "same":
             chains = [list(chains[0]) for _ in chains]
         for s in states:
@@ -516,12 +565,14 @@ class _Generator(Draw):
         some = self.some(params, 60)
         return some if {*some} & s.trained else [*some, min(s.trained)]
 
-    def chain(self, states: Sequence[State], of_rank: dict[str, list[int]], calls: Any, rank: int) -> list[Any]:
+    def chain(
+        self, states: Sequence[State], of_rank: dict[str, list[int]], calls: Any, rank: int, swaps: bool
+    ) -> list[Any]:
         """Strings are links; at stage 3 a list, whose head is the name, holds the links of the model's call."""
         links: list[Any] = []
         for s in states:
             if s.stage == 3:
-                links.append([s.name, *self.parts(s, of_rank[s.name], calls[s.name][rank])])
+                links.append([s.name, *self.parts(s, of_rank[s.name], calls[s.name][rank], swaps)])
             else:
                 params = [*of_rank[s.name]]
                 if params and self.chance(8):
@@ -540,13 +591,16 @@ class _Generator(Draw):
         if self.chance(40):
             again = [*self.shuffled(every), *([self.pick(every)] if self.chance(50) else [])]
             return [again] * self.world
-        return [self.some(s.order, 60) for _ in range(self.world)]
+        kept = {*every} - s.expert_units if s.swaps else set()  # else one waits in a gather, and another in a swap
+        return [[k for k in s.order if k in kept or self.chance(60)] for _ in range(self.world)]
 
-    def parts(self, s: State, params: Sequence[int], called: Sequence[int]) -> list[str]:
-        links = []
-        for k in called:
+    def parts(self, s: State, params: Sequence[int], called: Sequence[int], swaps: bool) -> list[str]:
+        links, swaps = [], swaps and s.swaps
+        in_order = [k for k in s.order or [] if k in called] == [*called]
+        for k in s.order or [] if in_order else called:
             uses = ", ".join(f"{p}: {self.factor()}" for p in params if s.units[p] == k)
-            links.append(f"({k}, {{{uses}}})")
+            call = [f"({k}, {{{uses}}})"] if k in called else []
+            links += [f"swap({s.name})", *call, f"swap({s.name})"] if swaps and k in s.expert_units else call
         for p in params:
             if s.units[p] == -1:
                 links.insert(self.number(0, len(links)), f"{{{p}: {self.factor()}}}")
@@ -651,7 +705,7 @@ RARE: dict[str, Allowed] = {
     "set_lr": lambda g, s, p: True,
     "save": lambda g, s, p: not s.pending,
     "load": lambda g, s, p: "own" in s.saved and not s.grads and s.quiet,
-    "save_full": lambda g, s, p: not s.pending,
+    "save_full": lambda g, s, p: not s.pending and not s.apart,
     "check": lambda g, s, p: not s.pending,
     "load_full": lambda g, s, p: "full" in s.saved and not s.grads and s.quiet,
     "observe": lambda g, s, p: not s.pending,

@@ -101,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.scale, self.unscaled, self.skipped = 1.0, False, False
         self.tokens: float | None = None  # of this rank, where it has counted some for this step
         self.empty = False  # no rank has a token
-        super().__init__(params, {})
+        super().__init__(params, {"grad_divisor": world_size()})
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         super().add_param_group(group)
@@ -139,8 +139,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if touched:
             self.clips, self.clipped, self.touched = {}, False, False
         parts = flat[2 + len(params) :].split([p.numel() for p in params])
+        experts = {p: world_size() / group["grad_divisor"] for group in self.param_groups for p in group["params"]}
         return {
-            p: part.view(p.shape) / divisor * self.clips.get(p, torch.ones(()))
+            p: part.view(p.shape) / divisor * experts[p] * self.clips.get(p, torch.ones(()))
             for p, part, has in zip(params, parts, present, strict=True)
             if has
         }
@@ -325,7 +326,7 @@ class GradScaler:
 
 def shard_module(module: nn.Module, **_: Any) -> nn.Module:
     for p in module.parameters():
-        if world_size() > 1:
+        if world_size() > 1 and not hasattr(p, "expert"):
             dist.broadcast(p.data, 0)
     return module
 

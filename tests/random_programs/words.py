@@ -12,6 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,23 +78,77 @@ def cut_along(p: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=p.requires_grad)
 
 
-def part(whole: Tensor, dim: int, column: int) -> Tensor:
+def part(whole: Tensor, dim: int, column: int, columns: int = 2) -> Tensor:
     """What a rank of this column has of it. A slice is as large as the first, as long as there is something left."""
-    parts = whole.chunk(2, dim) if dim >= 0 else (whole, whole)
+    parts = whole.chunk(columns, dim) if dim >= 0 else (whole,) * columns
     return parts[column] if column < len(parts) else whole.narrow(dim, 0, 0)
 
 
 def term(parameter: Tensor, p: int, c: float) -> Tensor:
-    """Of a DTensor that both of two ranks have, the gradient comes in terms, of half each, where ``p`` is odd."""
-    factor = c * pattern(parameter.shape, p)
-    if hasattr(parameter, "placements"):
+    """Of a DTensor that both of two ranks have, the gradient comes in terms, of half each, where ``p`` is odd. Of
+    packed experts a rank uses its own."""
+    factor = c * pattern(parameter.shape, p + 3 * getattr(parameter, "expert", 0))
+    if packed := getattr(parameter, "packed", None):
+        parameter, factor = part(parameter, 0, *packed), part(factor, 0, *packed)
+    elif hasattr(parameter, "placements"):
         from torch.distributed.tensor import Partial
 
         placement, column = parameter.placements[0], parameter.device_mesh.get_local_rank()
         terms = p % 2 == 1 and placement.is_replicate()
-        factor = part(factor, WHOLE if placement.is_replicate() else placement.dim, column) / (1 + terms)
+        dim = WHOLE if placement.is_replicate() else placement.dim
+        factor = part(factor, dim, column, parameter.device_mesh.size()) / (1 + terms)
         parameter = parameter.to_local(grad_placements=[Partial()] if terms else None)
     return (parameter * factor.to(parameter.dtype)).float().sum()
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of an optimizer, over the ranks of ``mesh``: ("edp", "ep"), or the other way round.
+
+    Attributes:
+        packed: numbers of those that are one tensor [experts, ...] of all ranks, of which each has a slice.
+    """
+
+    mesh: DeviceMesh
+    packed: Sequence[int]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The number of this rank's experts, and in how many parts they are."""
+        return self.mesh.get_local_rank("ep"), self.mesh["ep"].size()
+
+    def copies(self, p: int, shape: Sequence[int], dtype: torch.dtype, *, ours: bool) -> list[nn.Parameter]:
+        """This rank's parameter, which is not alone in plain torch: there each rank has those of all ranks."""
+        here, count = self.own
+        if p in self.packed:
+            made = nn.Parameter(start(shape, p).to(dtype))
+            if ours:
+                return [cut_along(made, 0, self.mesh["ep"])]
+            made.packed = self.own  # type: ignore[attr-defined]
+            return [made]
+        found = []
+        for number in [here] if ours else range(count):
+            found.append(nn.Parameter(start(shape, p + 7 * number).to(dtype)))
+            found[-1].expert = number  # type: ignore[attr-defined]
+        return found
+
+
+class Swap(torch.autograd.Function):
+    """Tokens travel between the ranks that have all experts: each waits for the others, in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        dist.all_reduce(torch.zeros(1), group=group)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        dist.all_reduce(torch.zeros(1), group=ctx.group)
+        return grad * 1.0, None
 
 
 # -- the model of stage 3 ----------------------------------------------------------------------------------------------
@@ -138,13 +193,16 @@ def net_of(parameters: Sequence[nn.Parameter], units: Sequence[int]) -> Net:
 
 @dataclass
 class Handle:
-    """An optimizer of a program, with its parameters: a text may use both. ``make(stage, store)`` makes it anew."""
+    """An optimizer of a program, with its parameters: a text may use both. ``make(stage, store)`` makes it anew.
+    ``copies``: by number of an expert, all of that number that this rank has."""
 
     opt: Any
     params: list[Any]
     net: Net | None
     stage: int
     cut: Sequence[int]
+    copies: dict[int, list[Any]]
+    experts: Experts | None
     make: Callable[..., Any]
     given: list[dict[str, Any]]
     late: list[dict[str, Any]]
@@ -177,6 +235,9 @@ class Words:
         dtype: str = "float32",
         cut: Sequence[int] = (),
         mesh: str = "",
+        experts: Sequence[int] = (),
+        packed: Sequence[int] = (),
+        expert_mesh: Sequence[tuple[str, int]] = (),
         rule: str = "adamw",
         store: str | None = None,
         device_budget: int | None = None,
@@ -188,10 +249,20 @@ class Words:
         **options: Any,
     ) -> Handle:
         """``groups`` have the numbers of their parameters; None: one of all. ``late``: for ``add_group``, in turn.
-        ``poison``: buffers are filled with NaN when they are released. ``mesh``: over which of its ranks state is."""
+        ``poison``: buffers are filled with NaN when they are released. ``mesh``: over which of its ranks state is.
+        ``experts``, ``packed``: see ``Experts``, over a mesh of these dimensions."""
         made = [nn.Parameter(start(shape, p).to(getattr(torch, dtype))) for p, shape in enumerate(shapes)]
+        of, copies = None, {}
+        if experts:
+            names, sizes = zip(*expert_mesh, strict=True)
+            of = Experts(init_device_mesh("cpu", sizes, mesh_dim_names=names), packed)
+            ours = self.library is zero_optim
+            copies = {p: of.copies(p, shapes[p], made[p].dtype, ours=ours) for p in experts}
+            for p, own in copies.items():
+                made[p] = own[of.own[0] if len(own) > 1 else 0]
         for p in frozen:
-            made[p].requires_grad_(False)
+            for parameter in copies.get(p, [made[p]]):
+                parameter.requires_grad_(False)
         grid = self._grid(bool(cut), mesh)
         if cut and self.library is zero_optim:
             assert self._mesh is not None
@@ -201,10 +272,15 @@ class Words:
         if stage == 3:
             offload = {"param_offload": param_offload} if param_offload and self.stored else {}
             net = net_of(made, units if units is not None else range(len(shapes)))
-            how = {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward}
+            how: dict[str, Any] = {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward}
+            if of is not None:
+                of_experts = dict.fromkeys(units[p] if units is not None else p for p in experts)
+                how["experts"] = {f"units.{unit}": of.mesh["edp"] for unit in of_experts}
             net = self.library.shard_module(net, units=(Unit,), **how, **grid, **offload)
             made = net.ordered()
-        given = [self._group(made, group) for group in groups or [{"params": range(len(shapes))}]]
+            copies = {p: [made[p]] if len(own) == 1 else own for p, own in copies.items()}
+        group_of = partial(self._group, made, of, copies)
+        given = [group_of(group) for group in groups or [{"params": range(len(shapes))}]]
 
         def make(stage: int, store: str | None = store, budget: int | None = device_budget) -> Any:
             more = {} if stage == 3 else {"stage": stage, **grid}
@@ -217,8 +293,8 @@ class Words:
             with debugging(poison):
                 return self.library.ShardedOptimizer(groups, **more, **options)
 
-        later = [self._group(made, group) for group in reversed(late)]
-        handle = Handle(make(stage), made, net, stage, cut, make, given, later)
+        later = [group_of(group) for group in reversed(late)]
+        handle = Handle(make(stage), made, net, stage, cut, copies, of, make, given, later)
         self.handles.append(handle)
         return handle
 
@@ -232,8 +308,13 @@ class Words:
             return {"mesh": grid, "state_over": mesh}
         return {}
 
-    def _group(self, made: Sequence[Any], group: dict[str, Any]) -> dict[str, Any]:
-        found = {"lr": 0.125, "weight_decay": 0.0, **group, "params": [made[p] for p in group["params"]]}
+    def _group(
+        self, made: Sequence[Any], of: Experts | None, copies: dict[int, list[Any]], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        found = {"lr": 0.125, "weight_decay": 0.0, **group}
+        found["params"] = [one for p in group["params"] for one in copies.get(p, [made[p]])]
+        if "mesh" in group:  # of experts; the value is its dimension
+            found["mesh"] = of.mesh[group["mesh"]] if self.library is zero_optim else None  # type: ignore[union-attr]
         return found | ({"rule": self._rule(group["rule"])} if "rule" in group else {})
 
     def _rule(self, name: str) -> Any:
@@ -255,6 +336,9 @@ class Words:
 
     def net(self, a: Handle, *links: Any) -> Link:
         return lambda x: a.net(x, links)  # type: ignore[misc]
+
+    def swap(self, a: Handle) -> Link:
+        return lambda x: Swap.apply(x, a.experts.mesh.get_group("ep"))  # type: ignore[union-attr]
 
     def units(self, a: Handle, *numbers: int, raises_after: int | None = None) -> Link:
         """Calls of units, each of which uses the parameter of its number; what raises comes after one of them."""
@@ -319,7 +403,7 @@ class Words:
             (a.net or nn.ParameterList(a.params)).zero_grad(set_to_none=to_none)
 
     def clip(self, a: Handle, max_norm: float, norm_type: float = 2.0, params: Sequence[int] | None = None) -> None:
-        some = () if params is None else ([a.params[p] for p in params],)
+        some = () if params is None else ([one for p in params for one in a.copies.get(p, [a.params[p]])],)
         self.see(float(a.opt.clip_grad_norm_(max_norm, norm_type, *some)))
 
     def count(self, a: Handle, *tokens: int) -> None:
@@ -367,17 +451,23 @@ class Words:
     def edit(self, a: Handle, p: int, factor: float) -> None:
         """The parameter times a number, in place; at stage 3 what rank 0 writes holds."""
         with torch.no_grad():
-            if a.net is None:
-                a.params[p].mul_(factor)
+            if a.net is None or (p in a.copies and self.library is plain):
+                for parameter in a.copies.get(p, [a.params[p]]):
+                    parameter.mul_(factor)
                 return
+            counts = self.rank == 0 or (p in a.copies and a.experts.mesh.get_local_rank("edp") == 0)
             with self.library.gather_parameters(a.net, writeback=True):
-                a.net.ordered()[p].mul_(factor if self.rank == 0 else 7.0)
+                local = a.net.ordered()[p]
+                getattr(local, "to_local", lambda: local)().mul_(factor if counts else 7.0)
 
     def assign(self, a: Handle, p: int, *factors: float) -> None:
         """A gradient: of each rank its factor times the pattern."""
         like = a.params[p]
-        value = (factors[self.rank] * pattern(like.shape, p)).to(like.dtype)
-        if hasattr(like, "placements"):
+        value = (factors[self.rank] * pattern(like.shape, p + 3 * getattr(like, "expert", 0))).to(like.dtype)
+        if packed := getattr(like, "packed", None):
+            own, value = value, torch.zeros_like(value)
+            part(value, 0, *packed).copy_(part(own, 0, *packed))
+        elif hasattr(like, "placements"):
             from torch.distributed.tensor import distribute_tensor
 
             value = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
@@ -420,6 +510,8 @@ class Words:
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if a.cut and self.library is plain:
                 local = part(parameter, a.cut[p], self.rank % 2)
+            if packed := getattr(parameter, "packed", None):
+                local = part(parameter, 0, *packed)
             found.append(local.detach().float().reshape(-1).clone())
         return found
 

@@ -147,6 +147,19 @@ FAULTS = (
         shows="whose earlier work may still use it",
     ),
     Fault(
+        "a gather does not wait for its read from the disk",
+        "stores/disk_pages.py",
+        'self.backing.wait_for(self, "reading")',
+        OrderProgram(3, "parameters on a disk"),
+    ),
+    Fault(
+        "a unit is read from the disk into a buffer that is still copied to the device",
+        "stores/disk_pages.py",
+        "mark.wait()  # else",
+        OrderProgram(3, "parameters on a disk"),
+        new="pass  # else",
+    ),
+    Fault(
         "a page of state is updated before it arrives from host memory",
         "stores/paged_store.py",
         "page.arrived.order_current()",

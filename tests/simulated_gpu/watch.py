@@ -15,8 +15,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .device import host_access
-from .torch_cuda import DEVICE
+from .device import call, host_access
+from .torch_cuda import DEVICE, Event, Stream
 
 _CONSTRUCTORS = _device_constructors()
 # Operators that look at a tensor's description, and not at its values.
@@ -39,7 +39,32 @@ def watching() -> Iterator[None]:
             host_access(copy._host, False, "HostCopy.read")
         return values
 
-    with _OnDevice(), _HostWatch(), mock.patch.object(HostCopy, "read", recorded_read):
+    with _OnDevice(), _HostWatch(), _disk_watch(), mock.patch.object(HostCopy, "read", recorded_read):
+        yield
+
+
+@contextmanager
+def _disk_watch() -> Iterator[None]:
+    """A read from a disk writes its buffer on a stream of its own, as late as possible: until the host waits for it."""
+    from zero_optim.stores.disk_pages import DiskBacking, DiskPage
+
+    begin_read, wait_for = DiskPage.begin_read, DiskBacking.wait_for
+    stream = Stream.of(call("new_stream"))
+    reading: dict[DiskPage, Event] = {}
+
+    def begins(page: DiskPage) -> None:
+        begin_read(page)
+        call("launch", stream.stream_id)
+        call("touch", page._bytes(page.space), True, stream.stream_id, "a read from the disk")
+        reading[page] = stream.record_event()
+
+    def waits(backing: DiskBacking, page: DiskPage, verb: str) -> list[int]:
+        checksums = wait_for(backing, page, verb)
+        if page in reading:
+            reading.pop(page).synchronize()
+        return checksums
+
+    with mock.patch.object(DiskPage, "begin_read", begins), mock.patch.object(DiskBacking, "wait_for", waits):
         yield
 
 

@@ -26,7 +26,8 @@ from .report import memory_lines, ranks_of, unit_of, verdict
 
 RULES = {"adamw": AdamW(), "amsgrad": AdamW(amsgrad=True), "lion": Lion(), "sgd": SGD(), "momentum": SGD(momentum=0.9)}
 STAGES = (0, 1, 2, 3)
-_FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": "--replicate"}  # by fields of ``Job``
+_FLAGS = {"world": "--world", "tensor": "--tp", "expert_parallel": "--ep"}  # by fields of ``Job``
+_FLAGS |= {"pipeline": "--pp", "replicas": "--replicate"}
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -83,6 +84,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         replicas=parsed.replicate,
         state_over=parsed.state_over,
         tensor=parsed.tp,
+        expert_parallel=parsed.ep,
         pipeline=parsed.pp,
         stage=stage,
         grad_reduce_dtype=DTYPES[parsed.grad_reduce_dtype] if parsed.grad_reduce_dtype else None,
@@ -176,6 +178,7 @@ def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
         "stage": made.job.stage,
         "world": made.job.world,
         "tensor_parallel": made.job.tensor,
+        "expert_parallel": made.job.expert_parallel,
         "pipeline": made.job.pipeline,
         "pipeline_stage": made.pipeline_stage,
         "replicas": made.job.replicas,

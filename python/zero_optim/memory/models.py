@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..params.tensor_slice import is_cut, local_of, room_of
 from ..rules.muon import split_for_muon
 from ..rules.update_rule import UpdateRule
-from ..shard_module import plan_units
+from ..shard_module import Kind, UnitPlan, plan_units
 
 # -- decoders ----------------------------------------------------------------------------------------------------------
 
@@ -38,6 +38,7 @@ class Decoder:
     Attributes:
         block: elements of each parameter of a block, in the order of its modules.
         before, after: of what is outside of the blocks: embeddings; the last norm, and the head unless it is tied.
+        experts: of each block; of several the last two of its parameters have all.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Decoder:
     block: tuple[int, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
+    experts: int = 1
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -57,11 +59,12 @@ class Decoder:
         return sum(self.numels)
 
 
-def llama(name: str, layers: int, hidden: int, ffn: int, kv: int, vocabulary: int) -> Decoder:
+def llama(name: str, layers: int, hidden: int, ffn: int, kv: int, vocabulary: int, experts: int = 1) -> Decoder:
     """Grouped-query attention, a gated MLP, no biases, a head of its own. ``kv``: the width of keys, and of values."""
-    block = (*(hidden * wide for wide in (hidden, kv, kv, hidden, ffn, ffn, ffn)), hidden, hidden)
+    mlp = (ffn, ffn, ffn) if experts == 1 else (experts, 2 * ffn * experts, ffn * experts)  # with a router
+    block = (hidden, hidden, *(hidden * wide for wide in (hidden, kv, kv, hidden, *mlp)))
     embedding = vocabulary * hidden
-    return Decoder(name, Width(layers, hidden, vocabulary), block, (embedding,), (hidden, embedding))
+    return Decoder(name, Width(layers, hidden, vocabulary), block, (embedding,), (hidden, embedding), experts)
 
 
 def _gpt(name: str, layers: int, hidden: int, *before: int) -> Decoder:
@@ -106,6 +109,7 @@ _DECODERS = (
     llama("llama-3-70b", 80, 8192, 28672, 1024, 128256),
     llama("llama-3-405b", 126, 16384, 53248, 1024, 128256),
     llama("mistral-7b", 32, 4096, 14336, 1024, 32000),
+    llama("mixtral-8x7b", 32, 4096, 14336, 1024, 32000, experts=8),
 )
 KNOWN = {decoder.name: decoder for decoder in _DECODERS}
 """By name, from their published configurations."""
@@ -130,6 +134,7 @@ class ParameterShape:
         cut: whether the tensor-parallel ranks have a slice each.
         most: elements of the largest slice, by which buckets are laid out on all of them; None: as many as here.
         shard_group: of an expert, how many ranks its state is sharded over, and which of them this is; None: no expert.
+        experts: of a whole model, the number of the first expert that is in it, and how many are; None: no expert.
         rule: the rule that updates it; None: the job's.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
         shape: by which a rule computes the cost of its update; None: not known.
@@ -141,6 +146,7 @@ class ParameterShape:
     cut: bool = False
     most: int | None = None
     shard_group: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
     rule: UpdateRule | None = None
     matrix: bool = False
     shape: tuple[int, ...] | None = None
@@ -191,33 +197,52 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
     blocks = [tuple(range(start, start + block)) for start in range(first, last, block)]
     units = ((*range(first), *range(last, len(numels))), *blocks)
     matrices = {number for number in range(first, last) if numels[number] > _VECTOR * width.hidden}
-    parameters = tuple(ParameterShape(n, dtype, matrix=i in matrices) for i, n in enumerate(numels))
+    held = {i: (0, decoder.experts) for of in blocks if decoder.experts > 1 for i in of[-2:]}
+    parameters = tuple(
+        ParameterShape(n, dtype, matrix=i in matrices, experts=held.get(i)) for i, n in enumerate(numels)
+    )
     tied = max(decoder.after) < width.vocabulary * width.hidden  # no head
     return ModelShapes(decoder.name, parameters, units, width=width, tied=(0,) if tied else ())
 
 
-def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), name: str = "") -> ModelShapes:
+def of_module(
+    model: nn.Module, units: Sequence[Kind] = (), name: str = "", experts: Iterable[Kind] = ()
+) -> ModelShapes:
     """Read the shapes of a model, which may be on the ``meta`` device.
 
     Args:
         units: as ``shard_module`` takes them; empty: no stage 3.
+        experts: the same, a dict or its keys; empty: modules that are named so. The model has the experts of all ranks.
 
     Raises ParameterError where the model has no such module.
     """
     index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}  # tied ones once
     plans = plan_units(model, units) if units else []
     of_units = tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans)
+    kinds = [*experts] or [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    with_experts = [plan for plan in plan_units(model, (), kinds) if plan.experts] if kinds else []
+    experts_of = {key: _experts_in(plan, key) for plan in with_experts for key in plan.parameters}
     matrices = {id(parameter) for _, parameter in split_for_muon(model)[0]}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     root = of_units[0] if of_units else ()
     return ModelShapes(
         name or type(model).__name__,
-        tuple(replace(shape_of(p, trained=p.requires_grad), matrix=id(p) in matrices) for p in model.parameters()),
+        tuple(
+            replace(shape_of(p, trained=p.requires_grad), matrix=id(p) in matrices, experts=experts_of.get(id(p)))
+            for p in model.parameters()
+        ),
         of_units,
         sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values()),
         width=_width(getattr(model, "config", None)),
         tied=tuple(index for key, index in index_of.items() if uses[key] > 1 and index in root),
     )
+
+
+def _experts_in(plan: UnitPlan, key: int) -> tuple[int, int]:
+    """Find which experts a parameter has: that of the first number in its name, or as many as it has rows."""
+    outside = plan.name.rpartition(".")[0]
+    numbers = [part for part in plan.registrations[key][0][2].removeprefix(outside).split(".") if part.isdecimal()]
+    return (int(numbers[0]), 1) if numbers else (0, (*plan.parameters[key].shape, 1)[0])
 
 
 def usual_units(model: nn.Module) -> list[str]:
@@ -280,6 +305,43 @@ def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
     return replace(model, parameters=tuple(parts))
 
 
+def spread(model: ModelShapes, parts: int, ranks: int, rank: int) -> ModelShapes:
+    """Choose the first of ``parts`` of the experts. ``ranks // parts`` have it, of which ``rank // parts`` is planned.
+
+    Experts of a unit are a unit of their own. Raises ValueError where they do not come out even.
+    """
+    if parts == 1:
+        return model
+    experts = max((sum(parameter.experts) for parameter in model.parameters if parameter.experts), default=0)
+    if not experts or experts % parts:
+        raise ValueError(f"expert_parallel must divide the model's {experts} experts, got {parts}")
+    each = experts // parts
+
+    def own(parameter: ParameterShape, count: int) -> ParameterShape:
+        shape = parameter.shape
+        numel, rows = (n * min(count, each) // count for n in (parameter.numel, shape[0] if shape else 0))
+        shape = shape and (rows, *shape[1:])
+        return replace(parameter, numel=numel, most=None, shape=shape, shard_group=(ranks // parts, rank // parts))
+
+    parameters = tuple(own(p, p.experts[1]) if p.experts else p for p in model.parameters)
+    kept = [i for i, parameter in enumerate(parameters) if parameter.experts is None or parameter.experts[0] < each]
+    halves = [[i for i in unit if bool(parameters[i].experts) is of] for unit in model.units for of in (False, True)]
+    return _part(replace(model, parameters=parameters), kept, halves)
+
+
+def _part(model: ModelShapes, kept: Sequence[int], units: Iterable[Iterable[int]]) -> ModelShapes:
+    """The part of a model that has these parameters, in these units."""
+    place = {index: number for number, index in enumerate(kept)}
+    of_units = [tuple(place[index] for index in unit if index in place) for unit in units]
+    return replace(
+        model,
+        parameters=tuple(model.parameters[index] for index in kept),
+        units=(*of_units[:1], *filter(None, of_units[1:])),
+        order=None if model.order is None else tuple(place[index] for index in model.order if index in place),
+        tied=(),
+    )
+
+
 def of_stage(model: ModelShapes, stages: int, stage: int) -> ModelShapes:
     """Choose the part of the model that ``stage``, from 0, of a pipeline has.
 
@@ -300,12 +362,5 @@ def of_stage(model: ModelShapes, stages: int, stage: int) -> ModelShapes:
     if stage == stages - 1:
         of_root = [*model.tied, *(index for index in root if index >= start)]
     kept = sorted({*of_root, *(index for layer in own for index in layer)})
-    place = {index: number for number, index in enumerate(kept)}
-    return replace(
-        model,
-        parameters=tuple(model.parameters[index] for index in kept),
-        units=tuple(tuple(place[index] for index in unit) for unit in (of_root, *own)),
-        order=None if model.order is None else tuple(place[index] for index in model.order if index in place),
-        width=model.width and replace(model.width, layers=len(own)),
-        tied=(),
-    )
+    width = model.width and replace(model.width, layers=len(own))
+    return replace(_part(model, kept, (of_root, *own)), width=width)

@@ -18,7 +18,7 @@ from ..rules.kernel_rule import AdamW
 from ..rules.update_rule import MASTER, UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint, param_buffers
-from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage
+from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage, spread
 
 LOCAL = "local_gradients"
 
@@ -48,6 +48,7 @@ class Job:
     Attributes:
         world: ranks.
         tensor: tensor-parallel ranks, over which the model is cut into slices; see ``cut_over``.
+        expert_parallel: parts that experts are in, each on as many of these ranks, which shard them; see ``spread``.
         pipeline: stages that the model's layers are cut into; see ``of_stage``. Each slice of a stage is on
             ``world / (tensor * pipeline)`` ranks, which average and shard. The fullest stage is planned. All backwards
             of a step are within ``no_sync``.
@@ -69,6 +70,7 @@ class Job:
     replicas: int = 1
     state_over: str = "shard"
     tensor: int = 1
+    expert_parallel: int = 1
     pipeline: int = 1
     stage: int = 2
     rank: int | None = None
@@ -231,7 +233,7 @@ def plan(model: ModelShapes, job: Job) -> Plan:
 
 def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     model = of_stage(whole, job.pipeline, stage)
-    laid = _lay_out(cut_over(model, job.tensor), job)
+    laid = _lay_out(spread(cut_over(model, job.tensor), job.expert_parallel, job.data, job.rank or 0), job)
     buckets = laid.buckets
     rules = dict.fromkeys(flat.rule for flat in buckets)
     on_device = job.offload.tier is Tier.DEVICE and not job.params_on_host
@@ -272,13 +274,15 @@ def _check(model: ModelShapes, job: Job) -> None:
         if not fine:
             raise ValueError(what)
 
+    def check_divides(field: str, value: int, ranks: int, alike: str = "") -> None:
+        check(value >= 1 and ranks % value == 0, f"{field} must divide the {ranks} ranks{alike}, got {value!r}")
+
     check(job.stage in (0, 1, 2, 3), f"stage must be 0, 1, 2 or 3, got {job.stage!r}")
     check(job.world >= 1, f"world must be 1 rank or more, got {job.world!r}")
-    divides = job.tensor >= 1 and job.world % job.tensor == 0
-    check(divides, f"tensor must divide the {job.world} ranks, got {job.tensor!r}")
-    alike = job.world // job.tensor
-    divides = job.pipeline >= 1 and alike % job.pipeline == 0
-    check(divides, f"pipeline must divide the {alike} ranks with the same slices, got {job.pipeline!r}")
+    check_divides("tensor", job.tensor, job.world)
+    check_divides("pipeline", job.pipeline, job.world // job.tensor, " with the same slices")
+    check_divides("expert_parallel", job.expert_parallel, job.data)
+    check(1 in (job.tensor, job.expert_parallel), "expert_parallel beside tensor-parallel ranks is not planned")
     divides = job.replicas >= 1 and job.data % job.replicas == 0 and (job.replicas < job.data or job.data == 1)
     check(divides, f"replicas must divide the {job.data} ranks and leave several to shard; got {job.replicas!r}")
     check(job.state_over in STATE_OVER, f"state_over must be one of {STATE_OVER}, got {job.state_over!r}")
@@ -389,18 +393,18 @@ def _count_flat(
 
 def _communication(laid: _Laid) -> int:
     job, sharding = laid.job, laid.sharding
-    sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
+    sizes = [buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets]
     if job.stage < 3:
         return COUNT * max(sizes, default=0)
     # Under gloo one reduction waits for the one before: there is one buffer, and what other ranks send of the bucket.
     # One part of that the shard itself receives, if its dtype is that.
     if job.host_waits and sharding.reduces:
         # With state over all ranks that is a sum within the row, which stays in the buffer until the second leg.
-        shards, dtypes = sharding.shard_count // sharding.parts_of_shard, {flat.dtype for flat in laid.buckets}
-        received_there = all(sharding.grad_dtype(dtype) == sharding.reduce_dtype(dtype) for dtype in dtypes)
+        received_there = all(sharding.grad_dtype(of.dtype) == sharding.reduce_dtype(of.dtype) for of in laid.buckets)
         received_there &= sharding.parts_of_shard == 1
-        return max(sizes, default=0) * (2 * shards - (2 if received_there else 1)) // shards
-    return sum(sizes)  # a buffer gets memory as a bucket takes it, so there are the two largest
+        counts = [(size, flat.params_layout.shards) for size, flat in zip(sizes, laid.buckets, strict=True)]
+        return max((size + size * max(0, n - 1 - received_there) // n for size, n in counts), default=0)
+    return sum(sorted(sizes)[-COUNT:])  # a buffer gets memory as a bucket takes it, so there are the two largest
 
 
 def _unsharded(laid: _Laid) -> int:
@@ -408,28 +412,33 @@ def _unsharded(laid: _Laid) -> int:
     if not laid.sharding.reduces:
         return 0
     root, *units = (sum(flat.nbytes for flat in unit if flat.layout.shards > 1) for unit in laid.units)
-    if (keepers := _keepers(laid)) == 1:
-        return root + sum(units)
-    ahead = max((sum(units[i : i + 1 + laid.job.prefetch]) for i in range(len(units))), default=0)
-    return root + ahead + (sum(units) // keepers if keepers else 0)
+    kept = sum(flat.nbytes // n for unit in laid.units[1:] for flat in unit if (n := _keepers(flat, laid.job)))
+    ahead = max((sum(units[run]) for run in _runs(laid, laid.job.prefetch)), default=0)
+    return root + kept + (ahead if kept < sum(units) else 0)
 
 
-def _keepers(laid: _Laid) -> int:
-    """Count the ranks that together keep a unit between forward and backward: 1: each keeps all; 0: none does."""
-    reshard = laid.job.reshard_after_forward
+def _runs(laid: _Laid, ahead: int) -> Iterator[slice]:
+    """List the units, behind the root, that are there together: one, the experts that follow it, and others ahead."""
+    others = [number for number, unit in enumerate(laid.units[1:]) if not unit[0].sharding.of_experts]
+    for first in range(len(laid.units) - 1):
+        yield slice(first, next((number for number in others if number > first), len(laid.units)) + ahead)
+
+
+def _keepers(flat: _Flat, job: Job) -> int:
+    """Count the ranks that together keep it between forward and backward: 1: each keeps all; 0: none does."""
+    reshard, shards = job.reshard_after_forward, flat.params_layout.shards
     if isinstance(reshard, bool):
-        return int(not reshard)
-    shards = laid.sharding.shard_count // laid.sharding.parts_of_shard
+        return int(not reshard and shards > 1)
     return reshard if reshard < shards else 0  # over all shards: the same as True
 
 
 def _local_gradients(laid: _Laid) -> int:
     if laid.job.adds_up and not laid.sharding.keeps_full_gradients:  # micro-batches add up beside the shard
-        return sum(flat.local_nbytes for flat in laid.buckets)
+        return sum(flat.local_nbytes for flat in laid.buckets if not flat.sharding.keeps_full_gradients)
     if laid.job.stage < 3 or not laid.sharding.reduces:
         return max((flat.local_nbytes for flat in laid.buckets), default=0)
     root, *units = (sum(flat.local_nbytes for flat in unit if flat.trained) for unit in laid.units)
-    return root + max(units, default=0)  # the root's backward ends last
+    return root + max((sum(units[run]) for run in _runs(laid, 0)), default=0)  # the root's backward ends last
 
 
 def activation_bytes(width: Width, batch: Batch, itemsize: int, *, in_flight: int = 1, head: bool = True) -> int:
@@ -479,29 +488,33 @@ def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
     """Count collectives of a step, and their bytes, by kind."""
     job, sharding, buckets = laid.job, laid.sharding, laid.buckets
 
-    def gathers(flats: Sequence[_Flat]) -> tuple[int, int]:
-        return job.accumulate * len(flats), job.accumulate * sum(flat.nbytes for flat in flats)
+    traffic: dict[str, tuple[int, int]] = {}
 
-    if not sharding.reduces:
-        return {}
-    count, shards = len(buckets), sharding.shard_count
-    reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in buckets)
-    if job.stage == 0:
-        return {"all_reduce": (count, reduced)}
-    gathered = sum(flat.nbytes for flat in buckets)
-    traffic = {"reduce_scatter": (count, reduced)}
-    if sharding.grid is not None and sharding.grid.over_all:
-        traffic["replica_reduce_scatter"] = count, reduced * job.replicas // shards
-        traffic["replica_all_gather"] = count, gathered * job.replicas // shards
-    elif sharding.grid is not None:
-        traffic["all_reduce"] = count, reduced // shards
-    if job.stage < 3:
-        return {**traffic, "all_gather": (count, gathered)}
-    keepers, units = _keepers(laid), [flat for unit in laid.units[1:] for flat in unit]
-    traffic["all_gather"] = gathers(laid.flats if keepers else [*laid.flats, *units])  # backward keeps the root alone
-    if keepers > 1:
-        traffic["node_all_gather"] = gathers(units)
-    joined = sum(s.numel for flat in buckets if flat.rule.joins_parts for s in flat.layout.slots) // shards
-    if joined and shards > 1:  # matrices are sent to one rank each, and back
+    def count(kind: str, nbytes: int, times: int = 1) -> None:
+        calls, before = traffic.get(kind, (0, 0))
+        traffic[kind] = calls + times, before + times * nbytes
+
+    for flat in buckets if sharding.reduces else ():
+        grid, shards = flat.sharding.grid, flat.layout.shards
+        reduced = flat.layout.numel * flat.sharding.reduce_dtype(flat.dtype).itemsize
+        count("reduce_scatter" if shards > 1 else "all_reduce", reduced)
+        if grid is not None and grid.over_all:
+            count("replica_reduce_scatter", reduced * job.replicas // shards)
+            count("replica_all_gather", flat.nbytes * job.replicas // shards)
+        elif grid is not None:
+            count("all_reduce", reduced // shards)
+        if job.stage < 3 and shards > 1:
+            count("all_gather", flat.nbytes)
+    if job.stage < 3 or not sharding.reduces:
+        return traffic
+    for flat in laid.flats:
+        if flat.layout.shards > 1:
+            count("all_gather", flat.nbytes, job.accumulate)
+    for flat in [flat for unit in laid.units[1:] for flat in unit if flat.layout.shards > 1]:  # backward keeps the root
+        if (keepers := _keepers(flat, job)) != 1:
+            count("node_all_gather" if keepers else "all_gather", flat.nbytes, job.accumulate)
+    joining = [flat for flat in buckets if flat.rule.joins_parts and flat.layout.shards > 1]
+    joined = sum(slot.numel // flat.layout.shards for flat in joining for slot in flat.layout.slots)
+    if joined:  # matrices are sent to one rank each, and back
         traffic["all_to_all"] = 0, 2 * joined * torch.bfloat16.itemsize
     return traffic

@@ -54,6 +54,7 @@ def ranks_of(job: Job) -> str:
     """Describe the ranks of a job."""
     ranks = count(job.world, "rank")
     ranks += f", {job.tensor} tensor-parallel" if job.tensor > 1 else ""
+    ranks += f", experts over {job.expert_parallel}" if job.expert_parallel > 1 else ""
     ranks += f", {job.pipeline} stages of a pipeline" if job.pipeline > 1 else ""
     ranks += f" in {job.replicas} replicas" if job.replicas > 1 else ""
     return ranks + (", state over all" if job.replicas > 1 and job.state_over == "all" else "")

@@ -51,6 +51,11 @@ class Cycle:
     def ahead(self) -> Sequence[Unit]:
         return self.order[self.position + 1 :]
 
+    def left_behind(self, unit: Unit) -> bool:
+        """Whether ``unit`` is open only because nothing is closed as experts are entered, which come after it."""
+        last = self.order[self.position]
+        return last.of_experts and self.open[unit] < self.position and unit not in last.enclosing
+
     @property
     def code(self) -> int:
         """A digest of the cycles so far, which ranks compare."""

@@ -232,7 +232,7 @@ class UnitSchedule(Owing):
             self._complete_open()
             self._begin_cycle(direction)
         # It was visited already, so it is here. As a gradient comes into it, the units before it are over.
-        if unit in cycle.open:
+        if unit in cycle.open and not (direction is Pass.FORWARD and cycle.left_behind(unit)):
             if closing:
                 self._close_before(unit, [other for other in cycle.open if cycle.open[other] < cycle.open[unit]])
             return
