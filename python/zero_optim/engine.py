@@ -169,9 +169,8 @@ class Engine:
             if self._ahead is not None:
                 self._ahead.gather_ahead(stale)
         for shard in self.states.shards:
-            if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
+            if shard.bucket.flat.offloaded:  # only now its parameters are back where they rest
                 shard.bucket.unsharding.start()
-                shard.bucket.unsharding.wait()  # else all shards would be on the device at once
         if self._ahead is None:
             self.param_gather.after_step()
         else:  # units wait for their own shards

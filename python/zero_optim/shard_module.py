@@ -128,11 +128,6 @@ def shard_module(
         shard_counts = [topology.shard_count(comm), *(len(of.ranks) for of in expert_ranks.values())]
         _check_arguments(reshard_after_forward, prefetch, shard_counts)
         offload = read_param_offload(param_offload)
-        if offload.tier is Tier.NVME and topology.rows is not None and topology.over_all:
-            raise ValueError(
-                'state_over="all" updates a part of each shard, and a disk has whole ones: take state_over="shard", or '
-                'param_offload="cpu"'
-            )
         plans = plan_units(model, units, kinds)
         _check_plans(plans, topology, alone=comm.world_size == 1)
         if not expert_ranks:  # else once the ranks of all experts are known

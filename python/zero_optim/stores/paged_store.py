@@ -41,10 +41,6 @@ class HostPage:
     def __init__(self, memory: HostMemory, run: Tensor) -> None:
         self._memory, self._run = memory, run
 
-    def part(self, start: int, nbytes: int) -> HostPage:
-        """Give a part of the page as a page, of which nothing is released."""
-        return HostPage(self._memory, self._run.narrow(0, start, nbytes))
-
     def prefetch(self) -> None:
         """Prepare for ``fetch``, which will follow soon. Raises OffloadError as ``fetch``."""
 
@@ -66,6 +62,31 @@ class HostPage:
     def release(self) -> None:
         """Forget the page."""
         self._memory.give_back(self._run)
+
+
+class PartOfPage(HostPage):
+    """A part of a page, which is read and written with all of it."""
+
+    def __init__(self, page: HostPage | DiskPage, start: int, nbytes: int) -> None:
+        self._page, self._start, self._nbytes, self.at_once = page, start, nbytes, page.at_once
+
+    def prefetch(self) -> None:
+        self._page.prefetch()
+
+    def fetch(self) -> Tensor:
+        return self._page.fetch().narrow(0, self._start, self._nbytes)
+
+    def discard(self, mark: Mark) -> None:
+        self._page.discard(mark)
+
+    def overwrite(self) -> Tensor:
+        return self.fetch()  # the rest of the page stays
+
+    def commit(self, mark: Mark) -> None:
+        self._page.commit(mark)
+
+    def release(self) -> None:
+        """Do nothing: the page stays."""
 
 
 class HostBacking:
