@@ -24,7 +24,10 @@ from stores.test_disk_faults import failing
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from training_cases import error_of
 from zero_optim import checkpoint
+from zero_optim.checkpoint import saving
+from zero_optim.checkpoint.background import SaveBuffer
 from zero_optim.errors import OffloadError, ShardAccessError
+from zero_optim.stores.disk_pages import PagePlace
 from zero_optim.stores.host_memory import HostMemory
 
 
@@ -283,6 +286,22 @@ def test_a_failing_disk_raises_on_every_rank(ranks: int, what: str, tmp_path: Pa
 def test_a_failing_disk_raises_on_every_rank_wherever_the_state_is(what: str, store: str, tmp_path: Path) -> None:
     for of_rank in run_ranks(2, _lost, str(tmp_path), what, f"nvme:{tmp_path}" if store == "nvme" else store):
         assert of_rank["step"][0] == of_rank[what][0] == "OffloadError", of_rank
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_leaves_no_page_open(background: bool, tmp_path: Path) -> None:
+    model, opt = job(on_disk(str(tmp_path)))
+
+    def write_nothing(*given: Any) -> None:
+        next(iter(given[2]))
+        raise OSError("the file system is full")
+
+    where = (SaveBuffer, "hold") if background else (saving, "write_file")
+    with mock.patch.object(*where, write_nothing), pytest.raises(OSError) as kept:
+        checkpoint.save(tmp_path, model, opt, step=1, background=background)
+    places = [flat.memory.page.place for unit in opt.engine.sharded_model.units for flat in unit.flats]
+    assert kept and PagePlace.HELD not in places
+    opt.close()
 
 
 def _lost_beside_state(rank: int, world_size: int, folder: str) -> tuple[str, str]:
