@@ -464,16 +464,18 @@ class PagedStore(StateStore):
         self._fit_frames(max((page.moved for page in self._pages.values()), default=0))
 
 
-def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int) -> StateStore:
+def make_store(
+    offload: Offload, device: torch.device, rank: int, *, params_off_device: bool, threads: int
+) -> StateStore:
     """Make the store that ``state_offload`` chooses.
 
     Args:
-        params_on_host: whether shards of parameters rest in host memory, and visit the device for each update.
+        params_off_device: whether shards of parameters rest off the device, and visit it for each update.
         threads: so many an update on the host uses.
 
     Raises OffloadError where there is no such folder, or no room in it.
     """
-    if offload.tier is Tier.DEVICE and not params_on_host:
+    if offload.tier is Tier.DEVICE and not params_off_device:
         return DeviceStore(device)
     memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), Lanes(device)
     if offload.tier is Tier.CPU:
