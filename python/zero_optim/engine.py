@@ -326,7 +326,9 @@ class Engine:
             found_inf = torch.where(self.tokens.empty, 1.0, found_inf)
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
-        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
+        norm = "a tensor" if isinstance(self.max_grad_norm, Tensor) else self.max_grad_norm  # no host sync
+        beside = (f"max_grad_norm={norm}", f"skip_nonfinite={self.skip_nonfinite}")
+        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor, beside)
         return Coefficients(
             self.hyper.tables,
             grad_scale,

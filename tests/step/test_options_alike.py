@@ -27,6 +27,8 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "a tensor": (_set("lr", torch.tensor(0.5, dtype=torch.float64)), "lr=0.01 in group 1", "lr=0.5 in group 1"),
     "betas": (_set("betas", (0.8, 0.999)), "beta1=0.9 in group 1", "beta1=0.8 in group 1"),
     "decay of an average": (_set("ema_decay", 0.25, 0), "in group 0", "=0.25 in group 0"),
+    "the norm": (lambda opt: setattr(opt, "max_grad_norm", 0.5), "max_grad_norm=None", "max_grad_norm=0.5"),
+    "overflow": (lambda opt: setattr(opt, "skip_nonfinite", False), "skip_nonfinite=True", "skip_nonfinite=False"),
     "of a rule": (_set("momentum", 0.5, 0), "momentum=0.95 in group 0", "momentum=0.5 in group 0"),
 }
 
@@ -57,6 +59,7 @@ def _train(rank: int, world_size: int, change: str, clips: bool) -> tuple[list[t
             raised.append((step, str(error)))
         for group, values in zip(opt.param_groups, before, strict=True):
             group.update(values)
+        opt.max_grad_norm, opt.skip_nonfinite = None, True
         opt.zero_grad()
     sent = opt.stats()["collectives"]["exchange"]
     opt.close()
