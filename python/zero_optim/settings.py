@@ -23,7 +23,6 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 # Ranks may write these in different ways: the described state shows what they come to.
 _MAY_DIFFER = ("ema_decay", "master", "state_dtype")
-_LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget")
 
 
 class RankOptions(TypedDict, total=False):
@@ -131,7 +130,7 @@ class Settings:
     def described(self) -> dict[str, Any]:
         """Describe the options, by name, for all ranks to agree on, beside the rules as they were applied."""
         given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
-        return {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}
+        return {**given, "state_offload": self.offload.tier.value}  # each rank may have a disk of its own
 
 
 def shows_options(init: Init, base: type | None = None) -> Init:

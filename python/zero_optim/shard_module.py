@@ -136,7 +136,7 @@ def shard_module(
             validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
-    options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
+    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "device": target.type}
     options |= {"param_offload": offload.tier.value, "state_over": state_over, **topology.described()}
     options["experts"] = {str(kind): len(of.ranks) for kind, of in expert_ranks.items()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
