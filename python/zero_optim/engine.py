@@ -327,8 +327,8 @@ class Engine:
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
         norm = "a tensor" if isinstance(self.max_grad_norm, Tensor) else self.max_grad_norm  # no host sync
-        beside = (f"max_grad_norm={norm}", f"skip_nonfinite={self.skip_nonfinite}")
-        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor, beside)
+        self.hyper.beside = (f"max_grad_norm={norm}", f"skip_nonfinite={self.skip_nonfinite}")
+        self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         return Coefficients(
             self.hyper.tables,
             grad_scale,

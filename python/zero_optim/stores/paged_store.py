@@ -69,24 +69,13 @@ class PartOfPage(HostPage):
 
     def __init__(self, page: HostPage | DiskPage, start: int, nbytes: int) -> None:
         self._page, self._start, self._nbytes, self.at_once = page, start, nbytes, page.at_once
-
-    def prefetch(self) -> None:
-        self._page.prefetch()
+        self.prefetch, self.discard, self.commit = page.prefetch, page.discard, page.commit  # type: ignore[method-assign]
 
     def fetch(self) -> Tensor:
         return self._page.fetch().narrow(0, self._start, self._nbytes)
 
-    def discard(self, mark: Mark) -> None:
-        self._page.discard(mark)
-
     def overwrite(self) -> Tensor:
         return self.fetch()  # the rest of the page stays
-
-    def commit(self, mark: Mark) -> None:
-        self._page.commit(mark)
-
-    def release(self) -> None:
-        """Do nothing: the page stays."""
 
 
 class HostBacking:
