@@ -85,7 +85,8 @@ class Admission:
         first, numbers = self.first_group, parameters.group_of
         new = [index for index, number in enumerate(numbers) if number >= first]
         description = [f"dtypes={sorted({str(parameters.all[index].dtype) for index in new})}"]
-        description += [f"{name}={value}" for name, value in {**options, **self.topology.described()}.items()]
+        options = {"device": parameters.all[0].device.type, **options, **self.topology.described()}
+        description += [f"{name}={value}" for name, value in options.items()]
         for number, rule in enumerate(self.rules.by_group[first:], first):
             of_rule = {"rule": rule.name, **rule.fixed, **rule.described, "state": stored_names(rule)}
             description += [f"{name} of group {number}={value}" for name, value in of_rule.items()]

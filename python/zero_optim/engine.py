@@ -169,9 +169,8 @@ class Engine:
             if self._ahead is not None:
                 self._ahead.gather_ahead(stale)
         for shard in self.states.shards:
-            if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
+            if shard.bucket.flat.offloaded:  # only now its parameters are back where they rest
                 shard.bucket.unsharding.start()
-                shard.bucket.unsharding.wait()  # else all shards would be on the device at once
         # The next forward may be this rank's alone: whatever it waits for, the others have issued.
         self.sharding.gather_legs.issue()
         if self._ahead is None:
@@ -329,6 +328,8 @@ class Engine:
             found_inf = torch.where(self.tokens.empty, 1.0, found_inf)
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
+        norm = "a tensor" if isinstance(self.max_grad_norm, Tensor) else self.max_grad_norm  # no host sync
+        self.hyper.beside = (f"max_grad_norm={norm}", f"skip_nonfinite={self.skip_nonfinite}")
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         return Coefficients(
             self.hyper.tables,

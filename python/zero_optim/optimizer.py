@@ -738,8 +738,8 @@ def _make_engine(
         threads = threads_of(comm.rank, cores)
         warn_of_one_thread(threads, cores[comm.rank])
     with comm.raising_together("the constructor"):
-        params_on_host = model is not None and model.backing is not None
-        store = make_store(offload, device, comm.rank, params_on_host=params_on_host, threads=threads)
+        params_off_device = model is not None and model.backing is not None
+        store = make_store(offload, device, comm.rank, params_off_device=params_off_device, threads=threads)
         store.may_lose |= model is not None and model.disk is not None
     alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
     pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))

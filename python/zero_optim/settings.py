@@ -129,7 +129,8 @@ class Settings:
 
     def described(self) -> dict[str, Any]:
         """Describe the options, by name, for all ranks to agree on, beside the rules as they were applied."""
-        return {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
+        return {**given, "state_offload": self.offload.tier.value}  # each rank may have a disk of its own
 
 
 def shows_options(init: Init, base: type | None = None) -> Init:

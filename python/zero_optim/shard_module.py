@@ -128,11 +128,6 @@ def shard_module(
         shard_counts = [topology.shard_count(comm), *(len(of.ranks) for of in expert_ranks.values())]
         _check_arguments(reshard_after_forward, prefetch, shard_counts)
         offload = read_param_offload(param_offload)
-        if offload.tier is Tier.NVME and topology.rows is not None and topology.over_all:
-            raise ValueError(
-                'state_over="all" updates a part of each shard, and a disk has whole ones: take state_over="shard", or '
-                'param_offload="cpu"'
-            )
         plans = plan_units(model, units, kinds)
         _check_plans(plans, topology, alone=comm.world_size == 1)
         if not expert_ranks:  # else once the ranks of all experts are known
@@ -141,7 +136,7 @@ def shard_module(
             validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
-    options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
+    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch, "device": target.type}
     options |= {"param_offload": offload.tier.value, "state_over": state_over, **topology.described()}
     options["experts"] = {str(kind): len(of.ranks) for kind, of in expert_ranks.items()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
@@ -153,33 +148,27 @@ def shard_module(
     comm.label = "a sharded model"
     comm.take_own_group("shard_module")  # gathers run while reductions are in flight in another group
     comm.connect(target)
-    ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
-    keep = reshard_after_forward is not True and ranks_of_node == 1
     # Units are gathered from a row, also where the optimizer's shards, of its topology, are parts of those in a row.
     sharding = replace(make_sharding(comm, 3, target, replace(topology, over_all=False)), topology=topology)
     of_experts = make_expert_shardings(sharding, expert_ranks)
-    shard_groups = [of.shard_group for of in (sharding, *of_experts.values())]
-    nodes = {ranks: _node_of(ranks, ranks_of_node, target) for ranks in dict.fromkeys(shard_groups)}
+    nodes = _make_nodes([of.shard_group for of in (sharding, *of_experts.values())], reshard_after_forward, target)
+    shardings = [sharding if plan.experts is None else of_experts[plan.experts] for plan in plans]
+    keep = reshard_after_forward is not True and reshard_after_forward <= 1
+    made = _make_units(plans, [nodes[of.shard_group] for of in shardings], keep=keep)
     lanes = None if offload.tier is Tier.DEVICE else Lanes(target)
     backing: HostBacking | DiskBacking | None = None
-    made: list[Unit] = []
     try:
-        for number, plan in enumerate(plans):
+        for unit, plan, own in zip(made, plans, shardings, strict=True):
             with comm.raising_together("shard_module", target):
                 backing = backing or _backing(offload, prefetch, comm.rank, target)
                 _materialise(plan, target, init_fn)
-            own = sharding if plan.experts is None else of_experts[plan.experts]
-            own_node = nodes[own.shard_group] if number else None
-            made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, own, backing, lanes)
+            _fill(unit, plan, own, backing, lanes)
         _connect([flat for unit in made for flat in unit.flats], nodes, target)
     except BaseException:
         comm.close()
         if backing is not None:
             backing.close()
         raise
-    for unit, plan in zip(made, plans, strict=True):
-        unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
     ShardedModel(model, made, sharding, schedule, process_group, backing, lanes)
     return model
@@ -377,14 +366,24 @@ def _without_experts(model: nn.Module, experts: Sequence[Kind]) -> list[nn.Param
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
 
 
-def _node_of(group: Comm, ranks: int, device: torch.device) -> Comm | None:
-    """Collective. Make the comm of this rank's part of ``group``, in parts of so many ``ranks``; None: it has none."""
-    if not 1 < ranks < group.world_size:
-        return None
-    starts = range(0, group.world_size, ranks)
-    node = group.part([group.ranks[start : start + ranks] for start in starts], "by nodes")
-    node.connect(device)
-    return node
+def _make_nodes(groups: Iterable[Comm], ranks: bool | int, device: torch.device) -> dict[Comm, Comm | None]:
+    """Collective. Make, by group, the comm of this rank's part of it, in parts of so many ``ranks``; None: it has none.
+    ``ranks``: True and False are 1."""
+    nodes: dict[Comm, Comm | None] = dict.fromkeys(groups)
+    for group in [group for group in nodes if 1 < ranks < group.world_size]:
+        starts = range(0, group.world_size, ranks)
+        nodes[group] = node = group.part([group.ranks[start : start + ranks] for start in starts], "by nodes")
+        node.connect(device)
+    return nodes
+
+
+def _make_units(plans: Sequence[UnitPlan], nodes: Sequence[Comm | None], *, keep: bool) -> list[Unit]:
+    """Make the units, without their parameters. The root, the first, stays unsharded until its backward."""
+    made = [Unit(of.name, of.module, of.modules, node, keep=keep) for of, node in zip(plans, nodes, strict=True)]
+    made[0].node, made[0].keep = None, True
+    for unit, plan in zip(made, plans, strict=True):
+        unit.enclosing = {made[outer] for outer in plan.enclosing}
+    return made
 
 
 def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[str]:

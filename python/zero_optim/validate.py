@@ -257,11 +257,15 @@ def check_sharded(
         number, ranks = parameters.group_of[index], held[id(parameters.all[index])].shard_group.ranks
         of_group = list(experts[number].ranks) if number in experts else models[0].sharding.shard_group.ranks
         if of_group != ranks:
+            remedy = (
+                'give shard_module the modules of experts, as experts={"experts": mesh["edp"]}, and the optimizer '
+                "their parameters in a group of their own, with grad_divisor, and with the same mesh or none"
+            )
+            if number not in experts and len(ranks) == models[0].sharding.world_size:
+                remedy = "all ranks have the same, so they are no experts: leave their modules out of experts="
             raise ValueError(
                 f"{parameters.labels[index]} is sharded over ranks {ranks} by shard_module, and parameter group "
-                f"{number}, which has it, is of ranks {of_group}: give shard_module the modules of experts, as "
-                'experts={"experts": mesh["edp"]}, and the optimizer their parameters in a group of their own, with '
-                "grad_divisor, and with the same mesh or none"
+                f"{number}, which has it, is of ranks {of_group}: {remedy}"
             )
     of_model = models[0].sharding.topology
     if of_model.rows != topology.rows:

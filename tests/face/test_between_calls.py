@@ -12,7 +12,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import assert_within
 
-LR = 0.01
+LR, EPS = 0.01, 1.0  # of the size of gradients: else AdamW would hide how they are scaled
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 WORLDS = pytest.mark.parametrize("world_size", [1, 2])
 
@@ -23,11 +23,11 @@ def _params(count: int = 3) -> list[nn.Parameter]:
 
 def _ours(params: list[nn.Parameter], stage: int, **options: Any) -> zero_optim.ShardedAdamW:
     named = [(f"p{index}", parameter) for index, parameter in enumerate(params)]
-    return zero_optim.ShardedAdamW(named, lr=LR, stage=stage, bucket_cap_mb=0.001, **options)
+    return zero_optim.ShardedAdamW(named, lr=LR, eps=EPS, stage=stage, bucket_cap_mb=0.001, **options)
 
 
 def _torch(params: list[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=LR)
+    return torch.optim.AdamW(params, lr=LR, eps=EPS)
 
 
 def _loss(params: list[nn.Parameter], *factors: float | None) -> Tensor:

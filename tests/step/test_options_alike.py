@@ -1,4 +1,4 @@
-"""Options that a rank sets otherwise than the others: all ranks raise in the next step, and name them."""
+"""Options that a rank has otherwise than the others: all raise at construction, or in the next step, and name them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,64 @@ import torch
 from harness import run_ranks
 from simulated_gpu.switch import LATE, the_device
 from torch import nn
-from training_cases import linear_backward, make_gradients, make_parameters
-from zero_optim import RankMismatchError, ShardedAdamW, ShardedMuon, rules
+from training_cases import error_of, linear_backward, make_gradients, make_parameters
+from zero_optim import RankMismatchError, ShardedAdamW, ShardedMuon, rules, shard_module
+from zero_optim.settings import Settings
 
 SHAPES = ((17, 9), (40, 3), (5,))
 STEPS, WRONG = 6, 2
+
+
+# -- at construction ---------------------------------------------------------------------------------------------------
+
+OTHER: dict[str, Any] = {
+    "stage": 1,
+    "state_over": "all",
+    "bucket_cap_mb": 1.0,
+    "grad_reduce_dtype": torch.float32,
+    "grad_accumulation_dtype": torch.float32,
+    "max_grad_norm": 1.0,
+    "skip_nonfinite": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "state_offload": "cpu",
+    "device_budget": 0,
+    "ema_decay": 0.9,
+    "master": "fp32",
+    "state_dtype": "int8",
+    "telemetry_every": 2,
+    "check_replicas_every": 2,
+}
+OF_MODEL: dict[str, Any] = {"reshard_after_forward": False, "prefetch": 2, "param_offload": "cpu", "state_over": "all"}
+
+
+def _constructed(rank: int, world_size: int, device: bool) -> dict[str, tuple[str, str]]:
+    """The error of each option that rank 1 alone gives; of the device, on simulated GPUs."""
+    here = torch.device("cpu") if device and rank == 1 else the_device()
+    params = [nn.Parameter(p.detach().to(here)) for p in make_parameters(SHAPES, torch.bfloat16)]
+    found = {}
+    of_opt, of_model = ({"device": None}, {"device": here.type}) if device else (OTHER, OF_MODEL)
+    for name, other in of_opt.items():
+        always = {"state_offload": "paged"} if name == "device_budget" else {}
+        given = {**always, **({name: other} if rank == 1 and not device else {})}
+        found[name] = error_of(lambda given=given: ShardedAdamW(params, **given))
+    for name, other in of_model.items():
+        given = {name: other} if rank == 1 else {}
+        model = nn.Sequential(nn.Linear(4, 4))
+        found[f"model's {name}"] = error_of(lambda m=model, given=given: shard_module(m, (nn.Linear,), **given))
+    return found
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_ranks_that_are_constructed_with_other_options_raise_together(device: bool) -> None:
+    assert OTHER.keys() == Settings.__dataclass_fields__.keys()
+    for found in run_ranks(2, _constructed, device, simulated=LATE if device else ""):
+        for name, (kind, message) in found.items():
+            words = {"ema_decay": "ema", "master": "'master'", "state_dtype": "int8"}.get(name, name.split()[-1])
+            assert kind == "RankMismatchError" and words in message, (name, message)
+
+
+# -- set between steps -------------------------------------------------------------------------------------------------
 
 
 def _set(name: str, value: Any, group: int = 1) -> Callable[[Any], None]:
@@ -27,6 +80,8 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "a tensor": (_set("lr", torch.tensor(0.5, dtype=torch.float64)), "lr=0.01 in group 1", "lr=0.5 in group 1"),
     "betas": (_set("betas", (0.8, 0.999)), "beta1=0.9 in group 1", "beta1=0.8 in group 1"),
     "decay of an average": (_set("ema_decay", 0.25, 0), "in group 0", "=0.25 in group 0"),
+    "the norm": (lambda opt: setattr(opt, "max_grad_norm", 0.5), "max_grad_norm=None", "max_grad_norm=0.5"),
+    "overflow": (lambda opt: setattr(opt, "skip_nonfinite", False), "skip_nonfinite=True", "skip_nonfinite=False"),
     "of a rule": (_set("momentum", 0.5, 0), "momentum=0.95 in group 0", "momentum=0.5 in group 0"),
 }
 
@@ -57,6 +112,7 @@ def _train(rank: int, world_size: int, change: str, clips: bool) -> tuple[list[t
             raised.append((step, str(error)))
         for group, values in zip(opt.param_groups, before, strict=True):
             group.update(values)
+        opt.max_grad_norm, opt.skip_nonfinite = None, True
         opt.zero_grad()
     sent = opt.stats()["collectives"]["exchange"]
     opt.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import expert_cases
+import grid_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -214,6 +215,11 @@ def shard(mesh: dist.DeviceMesh, experts: Any = None, model: Any = None, **optio
     return zero_optim.shard_module(model or spread(mesh, stacked=True), (Moe,), experts=experts, **options)
 
 
+def on_grid() -> Any:
+    of_all = {nn.ModuleList: dist.group.WORLD}
+    return zero_optim.shard_module(Layers(False), (Moe,), mesh=grid_cases.make_mesh(2, 2), experts=of_all)
+
+
 def train_with(model: nn.Module, groups: Any = None, **of_experts: Any) -> Any:
     return zero_optim.ShardedAdamW(groups or groups_of(model, **of_experts), lr=1e-2)
 
@@ -241,6 +247,11 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         lambda m: train_with(shard(m, {"0.experts": m["edp"]}, spread(m, stacked=False)), mesh=m["edp"]),
         "ValueError",
         "'1.experts.0.up.weight' is sharded over ranks [0, 1, 2, 3] by shard_module, and parameter group 1, which has",
+    ),
+    "everybody's": (
+        lambda m: train_with(on_grid(), process_group=dist.group.WORLD),
+        "ValueError",
+        "all ranks have the same, so they are no experts: leave their modules out of experts=",
     ),
 }
 

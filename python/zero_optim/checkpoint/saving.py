@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,18 @@ def save(
     subject.check_same_call({"path": str(path), "step": step, "keep_last": keep_last, "background": background}, _WHERE)
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.come_to_rest()
-    part = together(comm, lambda: _prepare(subject, step, keep_last, extra), _WHERE)
-    writing = _begin(comm, absolute, part.step)  # no rank writes before all see the folder
-    if not background:
-        with span(_WHERE, absolute):
-            return _save(comm, writing, part)
-    # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
-    with folders.given_up_on_failure(writing, comm.rank):
-        sizes = [portion.nbytes for portion in part.portions]
-        copied = together(comm, lambda: SAVE_BUFFER.hold(sizes, part.values), _WHERE)
-        ranks = HostRanks(comm, comm.group)
+    # An error keeps what it has passed: a page of a disk would stay open until it is collected.
+    with ExitStack() as opened:
+        part = together(comm, lambda: _prepare(subject, step, keep_last, extra, opened), _WHERE)
+        writing = _begin(comm, absolute, part.step)  # no rank writes before all see the folder
+        if not background:
+            with span(_WHERE, absolute):
+                return _save(comm, writing, part)
+        # The thread agrees with those of other ranks over a group of its own: the program's collectives go on.
+        with folders.given_up_on_failure(writing, comm.rank):
+            sizes = [portion.nbytes for portion in part.portions]
+            copied = together(comm, lambda: SAVE_BUFFER.hold(sizes, part.values), _WHERE)
+            ranks = HostRanks(comm, comm.group)
     start(comm, lambda: _save(ranks, writing, replace(part, values=copied)))
     return folders.step_folder(absolute, part.step)
 
@@ -120,7 +123,7 @@ class _Written:
     own: Mapping[str, Any]
 
 
-def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: Any) -> _Part:
+def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: Any, opened: ExitStack) -> _Part:
     data = subject.data
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
@@ -144,7 +147,7 @@ def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: A
         int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
         [portion for of_part in portions for portion in of_part if portion.length],
-        _values(parts, holdings, portions),
+        opened.enter_context(closing(_values(parts, holdings, portions))),
         described,
         encode(own, "data"),
         keep_last,
@@ -218,12 +221,13 @@ def _write(writing: Path, rank: int, part: _Part) -> _Written:
 
 def _values(
     parts: Sequence[Contents], holdings: Sequence[Sequence[Holding]], portions: Sequence[Sequence[FlatRange]]
-) -> Iterator[Tensor]:
+) -> Generator[Tensor]:
     """Give the values of each portion that is not empty."""
     for part, of_part, wanted in zip(parts, holdings, portions, strict=True):
-        for holding, portion, flat in zip(of_part, wanted, part.values(), strict=True):
-            if portion.length:
-                yield flat.narrow(0, portion.start - holding.start, portion.length)
+        with closing(part.values()) as values:
+            for holding, portion, flat in zip(of_part, wanted, values, strict=True):
+                if portion.length:
+                    yield flat.narrow(0, portion.start - holding.start, portion.length)
 
 
 def _publish(writing: Path, written: Sequence[_Written], part: _Part) -> Path:

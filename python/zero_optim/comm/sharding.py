@@ -25,7 +25,6 @@ from .collectives import Comm
 from .handle import Handle, SecondLegs, issue_behind
 from .topology import ExpertRanks, Grid, Rows, TensorRanks, Topology, make_matrix
 
-K = TypeVar("K")
 T = TypeVar("T")
 _TOGETHER_BYTES = 25 * 2**20
 """The most bytes of a flat tensor into which others are copied for a broadcast; a larger tensor goes as it is."""
@@ -318,7 +317,7 @@ def _make_tensor_ranks(world: Comm, columns: Rows, device: torch.device, *, plai
     return TensorRanks(*matrix, plain)
 
 
-def make_expert_shardings(main: Sharding, given: Mapping[K, ExpertRanks]) -> dict[K, Sharding]:
+def make_expert_shardings(main: Sharding, given: Mapping[T, ExpertRanks]) -> dict[T, Sharding]:
     """Collective. Make the shardings of these experts, by their key. ``main``: of all other parameters."""
     made: dict[Rows, Sharding] = {}
     for columns in dict.fromkeys(of_group.columns for of_group in given.values()):

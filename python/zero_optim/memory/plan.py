@@ -105,7 +105,7 @@ class Job:
         return self.accumulate > 1 or self.pipeline > 1
 
     @property
-    def params_on_host(self) -> bool:
+    def params_off_device(self) -> bool:
         """Whether shards of parameters rest in host memory or on a disk."""
         return self.stage >= 3 and self.param_offload is not None
 
@@ -236,7 +236,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     laid = _lay_out(spread(cut_over(model, job.tensor), job.expert_parallel, job.data, job.rank or 0), job)
     buckets = laid.buckets
     rules = dict.fromkeys(flat.rule for flat in buckets)
-    on_device = job.offload.tier is Tier.DEVICE and not job.params_on_host
+    on_device = job.offload.tier is Tier.DEVICE and not job.params_off_device
     memory = no_memory(rules)
     _count_flats(memory, laid, state=on_device)
     memory["parameters"] += model.buffers
@@ -258,7 +258,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
-    away = laid.flats if job.params_on_host else []
+    away = laid.flats if job.params_off_device else []
     shards, host, disk = [of.params_layout.shard_numel * of.dtype.itemsize for of in away], foot.host, foot.disk
     if job.param_offload == Tier.NVME.value:
         host, disk = host + param_buffers(job.prefetch) * max(shards, default=0), disk + sum(shards)
@@ -365,7 +365,7 @@ def _count_flats(memory: dict[str, int], laid: _Laid, *, state: bool) -> None:
         if not flat.trained and job.stage < 3:
             memory["parameters"] += flat.nbytes
             continue
-        if not job.params_on_host:
+        if not job.params_off_device:
             of_params, itemsize = flat.params_layout if job.stage >= 3 else layout, flat.dtype.itemsize
             numel = of_params.shard_numel if job.stage >= 3 else layout.numel
             _count_flat(memory, flat, of_params, [FlatBytes("parameters", numel, itemsize)], (), job)
@@ -467,17 +467,17 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
     """Count what the state takes of each memory. ``others``: bytes of all else on the device."""
     job, sharding, buckets = laid.job, laid.sharding, laid.buckets
     # In a page that a store moves, tensors are aligned.
-    moved = job.offload.tier in (Tier.PAGED, Tier.NVME) or (job.offload.tier is Tier.DEVICE and job.params_on_host)
+    moved = job.offload.tier in (Tier.PAGED, Tier.NVME) or (job.offload.tier is Tier.DEVICE and job.params_off_device)
     unit = FRAME_ALIGNMENT if moved else 1
     pages = [
         sum(round_up(state_nbytes(state, flat.layout), unit) for state in stored_for(flat.rule, flat.dtype))
         for flat in buckets
     ]
-    visiting = [flat.shard_nbytes for flat in buckets] if job.params_on_host else []
+    visiting = [flat.shard_nbytes for flat in buckets] if job.params_off_device else []
     left = max(0, (job.device_memory or 0) - others)
     room = left if sum(pages) <= left else max(0, left - FRAMES * max(pages, default=0))
     mirrors = sum(flat.layout.shard_numel * sharding.grad_dtype(flat.dtype).itemsize for flat in buckets)
-    mirrors += 0 if job.params_on_host else sum(flat.shard_nbytes for flat in buckets)
+    mirrors += 0 if job.params_off_device else sum(flat.shard_nbytes for flat in buckets)
     return footprint(job.offload, pages, mirrors, visiting, room=room)
 
 

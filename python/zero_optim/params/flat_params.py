@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from math import prod
 
 import torch
@@ -19,7 +18,7 @@ from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_curren
 from ..errors import OffloadError
 from ..stores.disk_pages import DiskBacking, DiskPage
 from ..stores.host_memory import Lanes, Mark
-from ..stores.paged_store import HostBacking, HostPage
+from ..stores.paged_store import HostBacking, HostPage, PartOfPage
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
@@ -38,21 +37,20 @@ class ShardMemory:
     def __init__(self, shard: Tensor, page: HostPage | DiskPage | None = None, lanes: Lanes | None = None) -> None:
         """Move ``shard`` to ``page``. ``lanes``: for copies to the device, where there is a page."""
         self.shard, self.page, self.on_disk = shard, page, isinstance(page, DiskPage)
+        self._disk = page.backing if isinstance(page, DiskPage) else None
         self.arrivals = Arrivals()
-        if page is not None:
-            rests = page.overwrite().view(shard.dtype).copy_(shard)
-            page.commit(Mark())
-            self.shard = shard.to("meta") if self.on_disk else rests
         if lanes is not None:
             self._lane, self._allocated, self._copied = lanes.to_device, lanes.mark(), lanes.mark()
+        if page is not None:
+            self.write(shard)
+            self.shard = shard.to("meta") if self.on_disk else page.fetch().view(shard.dtype)
 
     def part(self, place: int, numel: int) -> ShardMemory:
         """The memory of a part of the shard, the ``place``-th of ``numel`` elements."""
         part = copy.copy(self)
         part.shard = self.shard.narrow(0, place * numel, numel)
         if self.page is not None:
-            assert isinstance(self.page, HostPage), "a disk has whole shards"
-            part.page = self.page.part(place * part.shard.nbytes, part.shard.nbytes)
+            part.page = PartOfPage(self.page, place * part.shard.nbytes, part.shard.nbytes)
         return part
 
     @contextmanager
@@ -119,9 +117,16 @@ class ShardMemory:
         if self.page is not None:
             (self.page.commit if written else self.page.discard)(Mark())
 
+    def write(self, values: Tensor) -> None:
+        """Write ``values`` to the page, all of it, which is not read for that. Raises OffloadError."""
+        assert self.page is not None
+        self.wait_until_copied()
+        self.page.overwrite().view(values.dtype).copy_(values)
+        self.page.commit(Mark())
+
     def recording(self) -> AbstractContextManager[None]:
         """See ``DiskBacking.recording``."""
-        return self.page.backing.recording() if isinstance(self.page, DiskPage) else nullcontext()
+        return nullcontext() if self._disk is None else self._disk.recording()
 
 
 class FlatParams:
@@ -244,15 +249,21 @@ class FlatParams:
         with self.memory.copied_to(self.sharding.own_part(self.full)):
             return self.sharding.all_gather(self.full)
 
-    def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle:
-        """Start to fill ``shard`` from the ranks that have updated the other parts of it."""
-        here = self.shard.to(self.device)  # itself, unless it rests in host memory beside a GPU
-        gather = gather_across(here)
-        if here is not self.shard:
-            gather.then(self.memory.wait_until_copied)
-            gather.then(partial(self.shard.copy_, here))
-        self.memory.arrivals.expect(gather)
-        return gather
+    def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle | None:
+        """Start to fill ``shard`` from the ranks that have updated the other parts of it. Away from the device it is
+        filled on return, and one shard at a time is on the device."""
+        if self.memory.page is None:
+            gather = gather_across(self.shard)
+            self.memory.arrivals.expect(gather)
+            return gather
+        # Where a disk fails all ranks gather NaN, and raise in the next step.
+        here = torch.full(self.shard.shape, torch.nan, dtype=self.dtype, device=self.device)
+        with self.memory.recording(), self.memory.opened() as shard:
+            here.copy_(shard)
+        gather_across(here).wait()
+        with self.memory.recording():
+            self.memory.write(here)
+        return None
 
     def show(self) -> None:
         """Give the plain parameters their values: ``full`` is there."""

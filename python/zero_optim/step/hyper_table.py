@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class HyperTable:
             another rule updates mean nothing.
         hash_bits: [2 * HASH_BITS] fp32, the bits of a hash of what the last step has used, and their complements.
         rates: [parameters, averages] fp32, how far averages go towards the new master; None: there are none.
+        beside: further options of a step that ranks compare, in words.
         begins: the same shape, bool, whether the next update makes the average what the parameter is then.
     """
 
@@ -46,7 +48,8 @@ class HyperTable:
         self._masks = masks.to(device)
         self.reset_hash()
         self._width = 0
-        self._used: list[list[list[Any]]] = []  # rows of the last two steps
+        self.beside: Sequence[str] = ()
+        self._used: list[tuple[list[list[Any]], Sequence[str]]] = []  # of the last two steps, rows and ``beside``
         self.grow(group_of, rules)
 
     def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
@@ -126,7 +129,8 @@ class HyperTable:
         torch.where(active, self.steps + 1, self.steps, out=self.steps)  # -0.0 + 0 would lose the sign
         rows = self._read(groups)
         by_group, changed = self._on_device(rows)
-        self._used = [*self._used[-1:], rows]
+        changed |= [beside for _, beside in self._used[-1:]] != [self.beside]
+        self._used = [*self._used[-1:], (rows, self.beside)]
         if self._hashes and (changed or not self._hashed):
             self._hash(by_group)
         for rule, table in self.tables.items():
@@ -146,13 +150,14 @@ class HyperTable:
 
     def describe_used(self) -> list[str]:
         """List what the last two steps have used, the earlier one first. The host waits for tensors on the device."""
-        return [
+        of_groups = [
             f"{name}={float(value)} in group {group}"
-            for rows in self._used
+            for rows, _ in self._used
             for place, row in enumerate(rows)
             for group, value in enumerate(row)
             if (name := self._name(place, group))
         ]
+        return [*of_groups, *(option for _, beside in self._used for option in beside)]
 
     def _name(self, place: int, group: int) -> str:
         """Name a coefficient of a group by its row; empty: the group's rule has no such one."""
@@ -165,7 +170,8 @@ class HyperTable:
         # Odd factors: a change of one number always changes the sum. The exponents are added in below, as a number such
         # as 0.5 has no other bits, and those of two groups would often cancel. On the device: options may be tensors.
         numbers = by_group.view(torch.int64)
-        bits = ((numbers ^ torch.bitwise_right_shift(numbers, 32)) * self._weights).sum() & self._masks
+        total = ((numbers ^ torch.bitwise_right_shift(numbers, 32)) * self._weights).sum()
+        bits = (total + zlib.crc32(repr(self.beside).encode())) & self._masks
         torch.cat([bits != 0, bits == 0], out=self.hash_bits)
         self._hashed = True
 

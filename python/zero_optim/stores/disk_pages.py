@@ -412,9 +412,10 @@ class DiskPage:
         self._give_back_buffer()
 
     def overwrite(self) -> Tensor:
+        if self.place is not PagePlace.HELD:
+            self.backing.check()  # first: after a failure the page may still be WRITING
         self._check("overwrite", PagePlace.ON_DISK, PagePlace.HELD)
         if self.place is PagePlace.ON_DISK:
-            self.backing.check()
             self._take_buffer(PagePlace.HELD)
         return self._bytes(self.nbytes)
 

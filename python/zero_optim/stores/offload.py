@@ -116,7 +116,7 @@ def footprint(
         pages: bytes of the state of each shard.
         mirrors: bytes of the copies that ``Tier.CPU`` has on the host: of this rank's shards of gradients, and of
             parameters that are on the device.
-        visiting: bytes of parameters in host memory that visit the device with each page; empty: none do.
+        visiting: bytes of parameters off the device that visit it with each page; empty: none do.
         room: free bytes of the device: the budget where ``device_budget`` is None.
     """
     total = sum(pages)

@@ -41,10 +41,6 @@ class HostPage:
     def __init__(self, memory: HostMemory, run: Tensor) -> None:
         self._memory, self._run = memory, run
 
-    def part(self, start: int, nbytes: int) -> HostPage:
-        """Give a part of the page as a page, of which nothing is released."""
-        return HostPage(self._memory, self._run.narrow(0, start, nbytes))
-
     def prefetch(self) -> None:
         """Prepare for ``fetch``, which will follow soon. Raises OffloadError as ``fetch``."""
 
@@ -66,6 +62,20 @@ class HostPage:
     def release(self) -> None:
         """Forget the page."""
         self._memory.give_back(self._run)
+
+
+class PartOfPage(HostPage):
+    """A part of a page, which is read and written with all of it."""
+
+    def __init__(self, page: HostPage | DiskPage, start: int, nbytes: int) -> None:
+        self._page, self._start, self._nbytes, self.at_once = page, start, nbytes, page.at_once
+        self.prefetch, self.discard, self.commit = page.prefetch, page.discard, page.commit  # type: ignore[method-assign]
+
+    def fetch(self) -> Tensor:
+        return self._page.fetch().narrow(0, self._start, self._nbytes)
+
+    def overwrite(self) -> Tensor:
+        return self.fetch()  # the rest of the page stays
 
 
 class HostBacking:
@@ -434,16 +444,18 @@ class PagedStore(StateStore):
         self._fit_frames(max((page.moved for page in self._pages.values()), default=0))
 
 
-def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int) -> StateStore:
+def make_store(
+    offload: Offload, device: torch.device, rank: int, *, params_off_device: bool, threads: int
+) -> StateStore:
     """Make the store that ``state_offload`` chooses.
 
     Args:
-        params_on_host: whether shards of parameters rest in host memory, and visit the device for each update.
+        params_off_device: whether shards of parameters rest off the device, and visit it for each update.
         threads: so many an update on the host uses.
 
     Raises OffloadError where there is no such folder, or no room in it.
     """
-    if offload.tier is Tier.DEVICE and not params_on_host:
+    if offload.tier is Tier.DEVICE and not params_off_device:
         return DeviceStore(device)
     memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), Lanes(device)
     if offload.tier is Tier.CPU:
