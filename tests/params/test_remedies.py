@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from zero_optim import FlatShard, ShardAccessError
 from zero_optim.params.flat_shard import REMEDIES, ShardKind, Use
@@ -87,6 +88,12 @@ USES: dict[Use, dict[str, Try]] = {
         "stack": lambda x, _: torch.stack([torch.ones(2, 4), x]),
         "into another": lambda x, _: torch.ones(2, 4).add_(x),
         "copied into another": lambda x, _: torch.ones(2, 4).copy_(x),
+        "==": lambda x, _: x == x,
+        "in": lambda x, _: 1.0 in x,
+        "torch.equal": lambda x, _: torch.equal(x, x),
+        "F.linear": lambda x, _: F.linear(torch.ones(1, 4), x),
+        "F.embedding": lambda x, _: F.embedding(torch.tensor([0]), x),
+        "fill_(x)": lambda x, _: torch.ones(2).fill_(x),
     },
     Use.EDIT: {
         "mul_": lambda x, _: x.mul_(2),
