@@ -152,13 +152,6 @@ def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
             assert all(torch.equal(masters[name], expected[name]) for name in PARAMETERS)
 
 
-def test_72_rows_in_heads_on_5_ranks() -> None:
-    """Four ranks have nothing."""
-    expected = _alone(5, ["heads"], torch.bfloat16)
-    for masters in run_ranks(5, _train, ["heads"], torch.bfloat16, {}):
-        assert torch.equal(masters["heads"], expected["heads"])
-
-
 # -- together ---------------------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,6 @@ class Cell:
     plain: bool = False
     dtype: torch.dtype = torch.float32
     options: Mapping[str, Any] = field(default_factory=dict)
-    replicas: int = 1
 
 
 def values(name: str, kind: Kind, seed: int) -> Tensor:
@@ -170,19 +169,15 @@ def groups_of(model: nn.Module, cell: Cell) -> list[dict[str, Any]]:
 Found = dict[str, Tensor]
 
 
-def mesh_of(replicas: int = 1) -> dist.DeviceMesh:
-    data = dist.get_world_size() // TENSOR
-    if replicas == 1:
-        return init_device_mesh("cpu", (data, TENSOR), mesh_dim_names=("shard", "tp"))
-    return init_device_mesh("cpu", (replicas, data // replicas, TENSOR), mesh_dim_names=("replicate", "shard", "tp"))
+def mesh_of() -> dist.DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // TENSOR, TENSOR), mesh_dim_names=("shard", "tp"))
 
 
 def make(cell: Cell) -> tuple[Model, zero_optim.ShardedMuon]:
     """On these ranks."""
-    mesh = mesh_of(cell.replicas)
+    mesh = mesh_of()
     model, told = Model(cell, mesh["tp"]), {"tensor_parallel": mesh["tp"]} if cell.plain else {}
-    data = mesh["shard"] if cell.replicas == 1 else mesh["replicate", "shard"]
-    options = {"mesh": data, **told}
+    options = {"mesh": mesh["shard"], **told}
     if cell.stage == 3:  # the optimizer takes both from the model
         zero_optim.shard_module(model, (Block,), **options)
         options = {}
@@ -313,15 +308,6 @@ def _train_in_batches(rank: int, world_size: int, cell: Cell) -> list[Found]:
 def test_state_off_the_device_and_several_batches(cell: Cell) -> None:
     wanted = Alone(cell, 2).train(range(STEPS)).found()
     for rank, (found,) in enumerate(run_ranks(4, _train_in_batches, cell, timeout=180)):
-        assert_same(cell, found, wanted, rank)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=slow), 3])
-def test_replicas_have_the_same(stage: int) -> None:
-    """Two replicas of two shards of two slices."""
-    cell = Cell(stage, EVEN, dtype=torch.bfloat16, replicas=2)
-    wanted = Alone(cell, 2).train(range(STEPS)).found()
-    for rank, (found,) in enumerate(run_ranks(8, _train_cells, [cell], timeout=180)):
         assert_same(cell, found, wanted, rank)
 
 
