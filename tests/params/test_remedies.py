@@ -111,7 +111,6 @@ USES: dict[Use, dict[str, Try]] = {
         "x[:, 1:]": lambda x, _: x[:, 1:],
         "x[[0]]": lambda x, _: x[[0]],
         "T": lambda x, _: x.T,
-        "F.linear": lambda x, _: F.linear(torch.ones(1, 4), x),
         "split": lambda x, _: x.split(1),
         "list": lambda x, _: list(x),
     },

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import zero_optim
 from harness import run_ranks
 from sharded_cases import Block, Net, gathered, loss_of, tokens
@@ -117,6 +118,7 @@ READS: dict[str, Access] = {
     "np.array": np.array,
     "p.to_sparse": lambda p: p.to_sparse(),
     "torch.cat": lambda p: torch.cat([p, torch.ones(p.shape)]),
+    "F.linear": lambda p: F.linear(torch.ones(1, p.shape[-1]), p),
     "vmap": torch.vmap(lambda p: p * 2),
     "torch.func.grad": torch.func.grad(lambda p: p.sum()),
     "backward": lambda p: p.sum().backward(),
