@@ -354,44 +354,6 @@ def test_checkpoints_go_from_slices_to_whole_matrices_and_back(tmp_path: Path) -
     assert_same(cell, again.train([2]).found(), wanted, 0)
 
 
-EXPERTS = {"stack": Kind((4, 8, 12), 0), "side by side": Kind((32, 12), 0, {"rows": 4})}
-
-
-def _experts(rank: int, world_size: int, stage: int) -> tuple[Found, dict[str, Any]]:
-    """Two replicas of experts that are spread over two ranks each, beside a matrix that all have."""
-    mesh, cell = init_device_mesh("cpu", (2, TENSOR), mesh_dim_names=("edp", "ep")), Cell(stage, EXPERTS)
-    experts, dense = Block("first", cell, mesh["ep"]), nn.Parameter(values("dense", Kind((9, 6), None), 0))
-    of_experts = {"process_group": mesh.get_group("edp"), "grad_divisor": 2}
-    groups = [{"params": [getattr(experts, key)], "view": kind.view, **of_experts} for key, kind in EXPERTS.items()]
-    opt = zero_optim.ShardedMuon([*groups, {"params": [dense]}], lr=0.02, stage=stage)
-    for step in range(STEPS):
-        grads, of_dense = gradients(cell, rank // TENSOR, step)["first"], values("dense", Kind((9, 6), None), step)
-        (experts(grads) + (dense * of_dense).sum()).backward()
-        opt.step()
-        opt.zero_grad()
-    found = {name: p.full_tensor().detach() for name, p in experts.named_parameters() if name in EXPERTS}
-    return {**found, "dense": dense.detach().clone()}, opt.stats()["collectives"]
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_experts_that_are_spread_over_ranks(stage: int) -> None:
-    cell = Cell(stage, EXPERTS)
-    experts, dense = Block("first", cell, None), nn.Parameter(values("dense", Kind((9, 6), None), 0))
-    groups = [{"params": [getattr(experts, key)], "view": kind.view} for key, kind in EXPERTS.items()]
-    opt = zero_optim.ShardedMuon([*groups, {"params": [dense]}], lr=0.02)
-    for step in range(STEPS):
-        for key in EXPERTS:
-            getattr(experts, key).grad = averages(cell, 2, step)[f"blocks.first.{key}"]
-        dense.grad = values("dense", Kind((9, 6), None), step)
-        opt.step()
-    wanted = {**{key: getattr(experts, key).detach() for key in EXPERTS}, "dense": dense.detach()}
-    results = run_ranks(4, _experts, stage)
-    for found, _ in results:
-        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-    sent = sum(collectives.get("tensor_all_to_all", {"bytes": 0})["bytes"] for _, collectives in results)
-    assert sent == STEPS * 4 * 32 * 12 * (1 if stage else 2)  # the stack stays where it is
-
-
 def slice_with(shape: tuple[int, ...] = (8, 6), **attributes: Any) -> nn.Parameter:
     made = nn.Parameter(torch.ones(shape))
     made.tensor_model_parallel = True
