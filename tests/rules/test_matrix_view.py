@@ -127,20 +127,6 @@ def test_each_matrix_is_torchs(scale: str | None) -> None:
         torch.testing.assert_close(master, _by_torch(name, adjust_lr_fn=scale), rtol=0, atol=2e-7, msg=name)
 
 
-def test_a_memory_format_makes_no_difference() -> None:
-    """To the bit: a convolution that lies as channels_last is the same matrix."""
-    results = []
-    for memory_format in (torch.contiguous_format, LAST):
-        weight = nn.Parameter((_values(0, "last", torch.float32)).to(memory_format=memory_format))
-        opt = ShardedMuon([weight], **OPTIONS)
-        weight.grad = _values(1, "last", torch.float32)
-        opt.step()
-        opt.close()
-        assert weight.is_contiguous(memory_format=memory_format)
-        results.append(weight.detach())
-    assert torch.equal(*results)
-
-
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
