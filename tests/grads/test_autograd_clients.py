@@ -93,23 +93,6 @@ def test_backward_into_some_inputs():
     )
 
 
-def _user_hooks(opt, params, rank):
-    seen: list[int] = []
-    handles = [params[0].register_hook(lambda grad: grad * 4)]
-    handles += [p.register_post_accumulate_grad_hook(lambda _, i=i: seen.append(i)) for i, p in enumerate(params)]
-    linear_backward(params, make_gradients(params, rank, 7))
-    for handle in handles:
-        handle.remove()
-    assert sorted(seen) == [0, 1, 2, 3]
-
-
-def test_hooks_of_the_users_own():
-    check(
-        _user_hooks,
-        lambda params, rank: [g * 4 if i == 0 else g for i, g in enumerate(make_gradients(params, rank, 7))],
-    )
-
-
 def _odd_strides(opt, params, rank):
     """Gradients by hand: transposed, every other element, one value expanded."""
     full = make_gradients(params, rank, 7)
