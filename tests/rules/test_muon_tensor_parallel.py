@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import oracle_float64
 import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
-from cells import slow, slow_where
+from cells import slow
 from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from training_cases import error_of
 from zero_optim import rules
 from zero_optim.params.tensor_slice import Joint
-from zero_optim.rules import homes
 
 STEPS, TENSOR = 3, 2
 
@@ -286,29 +284,6 @@ def test_it_has_the_bits_of_whole_matrices(world_size: int, cells: Sequence[Cell
         wanted = Alone(cell, world_size // TENSOR).train(range(STEPS)).found()
         for rank in range(world_size):
             assert_same(cell, results[rank][number], wanted, rank)
-
-
-OFF_THE_DEVICE = [
-    Cell(stage, dtype=torch.bfloat16, options={"state_offload": store})
-    for stage, store in ((0, "cpu"), (2, "paged"), (3, "cpu"))
-]
-
-
-def _train_in_batches(rank: int, world_size: int, cell: Cell) -> list[Found]:
-    """Each bucket, or unit, by itself."""
-    with mock.patch.multiple(homes, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=0):
-        return _train_cells(rank, world_size, [cell])
-
-
-@pytest.mark.parametrize(
-    "cell",
-    slow_where(lambda cell: cell.stage == 0, OFF_THE_DEVICE),
-    ids=lambda of: of.stage,
-)
-def test_state_off_the_device_and_several_batches(cell: Cell) -> None:
-    wanted = Alone(cell, 2).train(range(STEPS)).found()
-    for rank, (found,) in enumerate(run_ranks(4, _train_in_batches, cell, timeout=180)):
-        assert_same(cell, found, wanted, rank)
 
 
 def _sent(rank: int, world_size: int, cell: Cell) -> int:
