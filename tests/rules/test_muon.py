@@ -98,29 +98,6 @@ def _alone(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:
     return masters_alone(ShardedMuon(params, **OPTIONS, **options), params, _gradients(dtype), world_size, range(STEPS))
 
 
-def _of_two_dtypes(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
-    """A bf16 and an fp32 matrix in one optimizer."""
-    params = [_weights(torch.bfloat16)[0], _weights(torch.float32)[1]]
-    opt = ShardedMuon(params, **OPTIONS, **options)
-    for step in range(STEPS):
-        for number, parameter in enumerate(params):
-            parameter.grad = _gradient(0, step, number, parameter.dtype)
-        opt.step()
-    masters = masters_of(opt, params)
-    opt.close()
-    return masters
-
-
-@pytest.mark.parametrize("options", [{"master": "split"}, {"state_dtype": "int8"}, {"ema_decay": 0.5}])
-def test_an_fp32_matrix_is_its_own_master(options: dict[str, Any]) -> None:
-    plain, other = _of_two_dtypes(0, 1, {}), _of_two_dtypes(0, 1, options)
-    if "state_dtype" not in options:
-        assert torch.equal(other[1], plain[1])
-        torch.testing.assert_close(other[0], plain[0], rtol=0, atol=2e-7)  # ties of a split master
-    for found, expected in zip(other, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)  # momentum of 8 bits, made orthogonal
-
-
 def test_a_skipped_update_marks_who_is_not_finite() -> None:
     """As where an overflow arises in the sum, and no rank has seen it before."""
     rule = Muon()
