@@ -127,7 +127,6 @@ ACCUMULATIONS = {"one": (True,), "two": (True, True), "no_sync before": (False, 
 
 
 def _train(rank: int, forward: str, accumulation: str, stage: int, overlap: bool) -> list[Tensor]:
-    import zero_optim
 
     params = _model()
     opt = zero_optim.ShardedAdamW(
@@ -211,7 +210,6 @@ def test_backwards_in_which_parameters_become_ready_often(accumulation, in_pairs
 
 def _more_often(rank: int, world_size: int, stage: int, culprits: tuple[int, ...]) -> tuple[str, str, list[Tensor]]:
     """After two plain steps, some ranks use every layer in two checkpoints. Then the count starts anew."""
-    import zero_optim
 
     params = _model()
     opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
@@ -261,7 +259,6 @@ def test_ready_more_often_than_observed_fails_on_every_rank_until_observed_anew(
 def _first_backwards(rank: int, world_size: int, stage: int) -> tuple[list[int], int, int]:
     """How many buckets have left when the last gradient comes, in the first backward and the third, all buckets, and
     how many reductions the first step has made."""
-    import zero_optim
 
     params = _model()
     opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
@@ -284,21 +281,3 @@ def test_buckets_leave_in_the_first_backward(stage: int) -> None:
     for (first, third), buckets, reductions in run_ranks(2, _first_backwards, stage):
         assert third == buckets - 1 >= 2 and reductions == buckets
         assert first == (buckets - 1 if stage else 0)
-
-
-def _expects_by_guess(rank: int, world_size: int) -> list[bool]:
-    """Whether late gradients are waited for, rather than raised, in the first backward: by stage."""
-    found = []
-    for stage in range(4):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        if stage == 3:
-            zero_optim.shard_module(model, (nn.Linear,))
-        opt = zero_optim.ShardedAdamW(model, stage=stage)
-        found.append(opt.engine.reducer._counts.guesses)
-        opt.close()
-    return found
-
-
-def test_a_late_gradient_still_raises_where_nothing_is_guessed() -> None:
-    for found in run_ranks(2, _expects_by_guess):
-        assert found == [False, True, True, False]
