@@ -9,6 +9,26 @@ from tensor_cases import Block, Way, make_mesh, make_model
 from torch import nn
 
 
+def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> float:
+    """The sum of four terms, of which bf16 loses the small ones beside the large."""
+    from zero_optim.comm.collectives import make_comm
+    from zero_optim.comm.sharding import make_sharding
+    from zero_optim.comm.topology import read_row, read_topology
+
+    mesh = make_mesh(1, 4)
+    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), explicit_tp=False)
+    world = make_comm(group)
+    world.separate()
+    sharding = make_sharding(world, 2, torch.device("cpu"), topology, grad_reduce_dtype=reduce_dtype)
+    term = torch.tensor([(256.0, -255.0, 1 / 128, 1 / 128)[rank]], dtype=torch.bfloat16)
+    sharding.sum_over_slices([term])
+    return float(term)
+
+
+def test_terms_are_added_up_in_the_dtype_of_reductions():
+    assert run_ranks(4, _summed, torch.float32) == [1 + 1 / 64] * 4
+
+
 def _told(kind: type[Exception], *params: nn.Parameter, **given: object) -> str:
     import zero_optim
 
