@@ -230,6 +230,67 @@ def test_zero_grad_reaches_frozen_parameters_too(world_size, set_to_none):
         assert_bitwise(params, oracle.params)
 
 
+# -- groups that come later ------------------------------------------------------------------------------------------
+
+
+def _grown(rank: int, world_size: int, stage: int, moment: str, gradients: bool) -> tuple[list[Tensor], list[int]]:
+    """The last two parameters come in a group of their own in step 2, one of them frozen until step 4.
+
+    ``gradients``: before they are in, a backward has left gradients on them.
+    """
+    import zero_optim
+
+    params = make_parameters(SHAPES, torch.bfloat16, seed=rank)
+    opt = zero_optim.ShardedAdamW(named(params[:4]), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+
+    def grow() -> None:
+        if not gradients:
+            params[4].grad = params[5].grad = None
+        params[5].requires_grad_(False)
+        opt.add_param_group(
+            {"params": [("head.weight", params[4]), ("head.bias", params[5])], "lr": 2 * LR, "weight_decay": 0.0}
+        )
+
+    for step in range(STEPS):
+        if step == 2 and moment == "before backward":
+            grow()
+        if step == 4:
+            params[5].requires_grad_(True)
+        absent = _not_reached(moment, gradients, step)
+        _backward(params, rank, step, absent)
+        if step == 2 and moment == "before step":
+            grow()
+        opt.step()
+        opt.zero_grad()
+        if step == 1 and moment == "after step":
+            grow()
+    state = opt.state_dict()["state"]
+    keys = [*(f"layer{i}.weight" for i in range(4)), "head.weight", "head.bias"]
+    opt.close()
+    return copies(params), [int(state[key]["step"]) for key in keys]
+
+
+def _not_reached(moment: str, gradients: bool, step: int) -> set[int]:
+    if step < 2 or (step == 2 and moment == "before step" and not gradients):
+        return {4, 5}
+    return {5} if step < 4 else set()
+
+
+@pytest.mark.parametrize("moment", ["before backward", "before step", "after step"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_added_in_mid_training(world_size, moment):
+    hypers = [Hyper(lr=LR)] * 4 + [Hyper(lr=2 * LR, weight_decay=0.0)] * 2
+    for gradients in (False, True) if moment == "before step" else (False,):
+        oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), hypers)
+        for step in range(STEPS):
+            absent = _not_reached(moment, gradients, step)
+            oracle.step(_gradients(oracle.params, world_size, step, absent))
+        for stage in (0, 1, 2):
+            for params, counts in run_ranks(world_size, _grown, stage, moment, gradients, timeout=40):
+                assert_bitwise(params, oracle.params, f"stage {stage}, gradients before {gradients}")
+                assert counts == oracle.steps
+
+
 # -- groups that are refused -----------------------------------------------------------------------------------------
 
 
