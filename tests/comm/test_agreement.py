@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from torch import Tensor, nn
+from torch import nn
 from training_cases import TINY_CAP_MB, copies, error_of, linear_backward, make_gradients, make_parameters, named
 from zero_optim import RankMismatchError
 from zero_optim.comm.together import values_of_one_call
@@ -116,38 +116,6 @@ def test_unnamed_parameters_in_another_order(how: str, stage: int, ranks: int) -
     seen = how != "same" and "seeds" not in how
     for raised in run_ranks(ranks, _unnamed, how, stage):
         assert (f"the values of another parameter on rank {ranks - 1} than on rank 0" in raised) == seen == bool(raised)
-
-
-PAIRS: dict[str, Callable[[], list[Tensor]]] = {  # by what shows their order
-    "values": lambda: [torch.ones(4), torch.zeros(4)],
-    "shapes": lambda: [torch.zeros(4, 2), torch.zeros(2, 4)],
-    "dtypes": lambda: [torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)],
-    "nothing": lambda: [torch.zeros(4), torch.zeros(4)],
-}
-
-
-def _pair(rank: int, world_size: int, added: bool) -> dict[str, str]:
-    """By what differs in a pair of parameters without names, what is raised where the last rank has another order."""
-    import zero_optim
-
-    found = {}
-    for name, make in PAIRS.items():
-        pair = [nn.Parameter(tensor) for tensor in make()][:: -1 if rank == world_size - 1 else 1]
-        opt = zero_optim.ShardedAdamW([nn.Parameter(torch.ones(3))]) if added else None
-        try:
-            opt.add_param_group({"params": pair}) if opt is not None else zero_optim.ShardedAdamW(pair).close()
-            found[name] = ""
-        except zero_optim.RankMismatchError as error:
-            found[name] = str(error)
-    return found
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_two_unnamed_parameters_in_another_order(added: bool) -> None:
-    for found in run_ranks(2, _pair, added):
-        assert {name for name, text in found.items() if text} == {"values", "shapes", "dtypes"}
-        assert "the values of another parameter" in found["values"]
-        assert "(2, 4)" in found["shapes"] and "torch.bfloat16" in found["dtypes"]
 
 
 def _not_dense(rank: int, world_size: int) -> list[str]:

@@ -199,25 +199,3 @@ def test_the_order_is_the_same_on_every_rank_whatever_becomes_ready_first(stage)
         assert parts == [part for part in parts[::3] for _ in range(3)]
         assert len(set(reductions)) == 5
         assert gathers == (reductions[::-1] if stage else [])
-
-
-def _overlapped(rank: int, world_size: int, stage: int) -> tuple[int, int]:
-    """Reductions issued by the end of backward, and in the whole step, in the steady state."""
-    import zero_optim
-
-    params = make_parameters(ALIGNED, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(3):
-        with CollectiveLog() as log:
-            linear_backward(params, make_gradients(params, rank, step))
-            in_backward = len(log.calls)
-            opt.step()
-        opt.zero_grad()
-    opt.close()
-    return in_backward, len([c for c in log.calls if c.name in ("scatter_", "allreduce_")]) - 1
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_reductions_leave_during_backward(stage):
-    for in_backward, total in run_ranks(2, _overlapped, stage):
-        assert (in_backward, total) == (len(ALIGNED), len(ALIGNED))

@@ -9,26 +9,6 @@ from tensor_cases import Block, Way, make_mesh, make_model
 from torch import nn
 
 
-def _begun(rank: int, world_size: int) -> list[float]:
-    """A value of a slice, of what both have and of a plain parameter, all of which were this rank's number."""
-    import zero_optim
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh = make_mesh(3, 2)
-    cut, whole = (
-        nn.Parameter(DTensor.from_local(torch.full((2, 3), float(rank)), mesh["tp"], [placement], run_check=False))
-        for placement in (Shard(0), Replicate())
-    )
-    plain = nn.Parameter(torch.full((3,), float(rank)))
-    zero_optim.ShardedAdamW([cut, whole, plain], mesh=mesh["dp"]).close()
-    return [float(value.detach().flatten()[0]) for value in (cut.to_local(), whole.to_local(), plain)]
-
-
-def test_slices_begin_as_those_of_the_first_data_parallel_rank_and_the_rest_as_rank_0():
-    for rank, values in enumerate(run_ranks(6, _begun)):
-        assert values == [rank % 2, 0, 0]
-
-
 def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> float:
     """The sum of four terms, of which bf16 loses the small ones beside the large."""
     from zero_optim.comm.collectives import make_comm

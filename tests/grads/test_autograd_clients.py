@@ -63,22 +63,6 @@ def check(scenario: Scenario, grads: Callable[[list[Tensor], int], list[Tensor |
                 assert_bitwise(params, oracle.params, f"stage {stage}, {world_size} ranks")
 
 
-def _plain(params: list[Tensor], rank: int) -> list[Tensor | None]:
-    return list(make_gradients(params, rank, 7))
-
-
-def _autograd_grad(opt, params, rank):
-    """A look at other gradients between backward and step, and before backward."""
-    torch.autograd.grad(linear_loss(params, make_gradients(params, rank, 8)), params)
-    linear_backward(params, make_gradients(params, rank, 7))
-    seen = torch.autograd.grad(linear_loss(params, make_gradients(params, rank, 9)), params)
-    assert_bitwise(seen, make_gradients(params, rank, 9), "what autograd.grad returns")
-
-
-def test_autograd_grad_leaves_gradients_alone():
-    check(_autograd_grad, _plain)
-
-
 def _within_no_sync(opt, params, rank):
     """Nested no_sync, one of them left by an exception."""
     with opt.no_sync():
@@ -107,45 +91,6 @@ def test_backward_into_some_inputs():
         _inputs,
         lambda params, rank: [g if i in (0, 3) else None for i, g in enumerate(make_gradients(params, rank, 7))],
     )
-
-
-def _user_hooks(opt, params, rank):
-    seen: list[int] = []
-    handles = [params[0].register_hook(lambda grad: grad * 4)]
-    handles += [p.register_post_accumulate_grad_hook(lambda _, i=i: seen.append(i)) for i, p in enumerate(params)]
-    linear_backward(params, make_gradients(params, rank, 7))
-    for handle in handles:
-        handle.remove()
-    assert sorted(seen) == [0, 1, 2, 3]
-
-
-def test_hooks_of_the_users_own():
-    check(
-        _user_hooks,
-        lambda params, rank: [g * 4 if i == 0 else g for i, g in enumerate(make_gradients(params, rank, 7))],
-    )
-
-
-def _double_backward(opt, params, rank):
-    """A gradient penalty: the gradient by ``params[0]`` is 2 p, its penalty adds 8 p."""
-    loss = (params[0] ** 2).sum()
-    (grad,) = torch.autograd.grad(loss, params[0], create_graph=True)
-    (loss + (grad**2).sum()).backward()
-
-
-def test_double_backward():
-    check(_double_backward, lambda params, rank: [2 * params[0] + 8 * params[0], None, None, None])
-
-
-def _retained(opt, params, rank):
-    loss = linear_loss(params, make_gradients(params, rank, 7))
-    with opt.no_sync():
-        loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def test_a_graph_run_twice():
-    check(_retained, lambda params, rank: [2 * g for g in make_gradients(params, rank, 7)])
 
 
 def _odd_strides(opt, params, rank):

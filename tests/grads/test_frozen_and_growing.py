@@ -13,7 +13,6 @@ from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
 from training_cases import (
-    ROW,
     TINY_CAP_MB,
     assert_bitwise,
     copies,
@@ -229,36 +228,6 @@ def test_zero_grad_reaches_frozen_parameters_too(world_size, set_to_none):
     for gone, params in run_ranks(world_size, _stale_gradient, set_to_none):
         assert gone
         assert_bitwise(params, oracle.params)
-
-
-def _memory(rank: int, world_size: int, stage: int) -> list[dict[str, int]]:
-    """Bytes of state with half of the model frozen, after a thaw, and after a trained parameter was frozen."""
-    import zero_optim
-
-    params = make_parameters(((12, ROW),) * 4, torch.bfloat16)
-    _thaw(params, {0, 1}, flag=False)
-    opt = zero_optim.ShardedAdamW(params, stage=stage)
-    seen = []
-    for step, frozen in enumerate(({0, 1}, {1}, {1, 2})):
-        for index, p in enumerate(params):
-            p.requires_grad_(index not in frozen)
-        _backward(params, rank, step, frozen)
-        opt.step()
-        opt.zero_grad()
-        seen.append(opt.stats()["memory"])
-    opt.close()
-    return seen
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_frozen_parameters_cost_no_state(stage):
-    shards = 1 if stage == 0 else 2
-    own = 12 * ROW // shards
-    for half, thawed, again in run_ranks(2, _memory, stage):
-        for memory, trained in ((half, 2), (thawed, 3), (again, 3)):
-            assert 2 * memory["master_low"] == memory["exp_avg"] == memory["exp_avg_sq"] == 4 * own * trained
-            assert memory["gradients"] == 2 * trained * (own if stage == 2 else 12 * ROW)
-            assert memory["padding"] == 0
 
 
 # -- groups that come later ------------------------------------------------------------------------------------------

@@ -93,24 +93,6 @@ def test_shards_add_up_in_fp32_what_is_sent_in_bf16(stage: int, options: dict[st
         assert sent == as_before == ROUNDS * 2 * 512  # in bf16; two shards of whole rows
 
 
-def _on_a_grid(rank: int, world_size: int) -> Tensor:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return _train(rank, world_size, 2, {"mesh": mesh, "grad_accumulation_dtype": torch.float32})[1]
-
-
-def test_on_a_grid() -> None:
-    """Both legs of a reduction are in bf16."""
-    exact = torch.zeros(SHAPE)
-    for number in range(ROUNDS):
-        terms = [(_gradient(rank, number).float() / 4).bfloat16().float() for rank in range(4)]
-        rows = [(terms[0] + terms[1]).bfloat16().float(), (terms[2] + terms[3]).bfloat16().float()]
-        exact += (rows[0] + rows[1]).bfloat16()
-    for master in run_ranks(4, _on_a_grid):
-        assert torch.equal(master, -exact)
-
-
 # -- micro-batches of one rank -----------------------------------------------------------------------------------------
 
 MICROS, STEPS, LR = 6, 3, 1e-2

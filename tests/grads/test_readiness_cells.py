@@ -82,7 +82,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from tables import table
+from zero_optim.grads import readiness
 from zero_optim.grads.readiness import ByCounts, ByUnits, Learned, Observation
 
 MAY_LEAVE = table(__doc__, "may_launch")
@@ -343,3 +345,12 @@ def test_an_observation_says_what_came_and_whether_it_was_cut_short():
     assert readiness.observation().cut_short
     readiness.drop_observation()
     assert readiness.observation() == Observation((), {}, False)
+
+
+def test_reports_that_are_merged_have_the_last_place_of_each_gradient_and_rank_0s_order():
+    """Of rank 1 remains that 3 came, how often 0 did, and that a backward was cut short."""
+    reports = [Observation((2, 1, 2, 0), {0: 1, 1: 1, 2: 2}, False), Observation((3, 0, 0), {0: 2}, True)]
+    vectors = [readiness._vector(own, 7, orders=rank == 0) for rank, own in enumerate(reports)]
+    counts = {0: 2, 1: 1, 2: 2, 3: 1}
+    wanted = [Observation((1, 2, 0), counts, True), Observation((0, 1, 2, 3), counts, True)]
+    assert readiness._reports(torch.stack(vectors).amax(0), 7) == wanted

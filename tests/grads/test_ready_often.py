@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import (
     TINY_CAP_MB,
-    Planned,
     assert_bitwise,
     copies,
     make_parameters,
     maybe_no_sync,
     named,
-    raise_in_backward,
 )
 
 LR = 1e-2
@@ -129,7 +127,6 @@ ACCUMULATIONS = {"one": (True,), "two": (True, True), "no_sync before": (False, 
 
 
 def _train(rank: int, forward: str, accumulation: str, stage: int, overlap: bool) -> list[Tensor]:
-    import zero_optim
 
     params = _model()
     opt = zero_optim.ShardedAdamW(
@@ -208,68 +205,11 @@ def test_backwards_in_which_parameters_become_ready_often(accumulation, in_pairs
                 assert_bitwise(params, expected[forward][stage != 1 or overlap], what)
 
 
-# -- a backward that raises ------------------------------------------------------------------------------------------
-
-
-def _raise_half_way(params: list[nn.Parameter], rank: int, step: int, reentrant: bool) -> None:
-    """A backward that stops after the gradients of the later layers."""
-    x = _input(rank, step, 5).requires_grad_()
-    for i in range(LAYERS):
-        arguments = (x, params[2 * i], params[2 * i + 1])
-        x = _checkpointed(*arguments) if reentrant else _layer(*arguments)
-        x = raise_in_backward(x) if i == LAYERS // 2 else x
-    with pytest.raises(Planned):
-        x.square().sum().backward()
-    assert params[-1].grad is not None and params[0].grad is None
-
-
-def _train_past_errors(rank: int, world_size: int, stage: int, when: tuple[int, ...], reentrant: bool) -> list[Tensor]:
-    """Before the backward of some steps another one raises, on all ranks, and the model's gradients are zeroed."""
-    import zero_optim
-
-    params = _model()
-    model = nn.ParameterList(params)
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    forward = _everything_checkpointed if reentrant else _layers_plain_twice
-    for step in range(STEPS):
-        if step in when:
-            _raise_half_way(params, rank, step, reentrant)
-            model.zero_grad()
-        forward(params, _input(rank, step, 0), rank, step).backward()
-        opt.step()
-        model.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "re-entrant"])
-@pytest.mark.parametrize("when", [(0,), (2,), (0, 1, 2)], ids=str)
-def test_a_backward_that_raised_half_way_and_was_zeroed_by_the_model(when, reentrant):
-    forward = "everything checkpointed" if reentrant else "plain"
-    expected = _expected_of(_everything_checkpointed if reentrant else _layers_plain_twice)
-    for stage in (0, 1, 2):
-        for params in run_ranks(2, _train_past_errors, stage, when, reentrant, timeout=40):
-            assert_bitwise(params, expected, f"{forward}, stage {stage}")
-
-
-def _expected_of(forward: Forward) -> list[Tensor]:
-    params = _model()
-    oracle = MasterAdamW(params, Hyper(lr=LR))
-    for step in range(STEPS):
-        local = [_local_gradients(params, forward(params, _input(rank, step, 0), rank, step)) for rank in range(2)]
-        oracle.step(averages(local))
-        with torch.no_grad():
-            for p, value in zip(params, oracle.params, strict=True):
-                p.copy_(value)
-    return oracle.params
-
-
 # -- ready more often than observed ------------------------------------------------------------------------------------
 
 
 def _more_often(rank: int, world_size: int, stage: int, culprits: tuple[int, ...]) -> tuple[str, str, list[Tensor]]:
     """After two plain steps, some ranks use every layer in two checkpoints. Then the count starts anew."""
-    import zero_optim
 
     params = _model()
     opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
@@ -313,60 +253,12 @@ def test_ready_more_often_than_observed_fails_on_every_rank_until_observed_anew(
         assert_bitwise(own, oracle.params, "after observe()")
 
 
-# -- several losses ----------------------------------------------------------------------------------------------------
-
-
-def _several_losses(rank: int, world_size: int, stage: int, order: str) -> list[Tensor]:
-    """Two losses, each over a part of the model, backwards one after the other; a graph shared and kept."""
-    import zero_optim
-
-    params = _model()
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(STEPS):
-        first, second = _two_losses(params, rank, step)
-        if order == "swapped" and step % 2:
-            first, second = second, first
-        first.backward(retain_graph=True)
-        second.backward()
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-def _two_losses(params: list[Tensor], rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Layers 0 and 1 are in both, 2 in the first, 3 in the second."""
-    x = _input(rank, step, 0)
-    for i in (0, 1):
-        x = _layer(x, params[2 * i], params[2 * i + 1])
-    return tuple(_layer(x, params[2 * i], params[2 * i + 1]).square().sum() for i in (2, 3))
-
-
-@pytest.mark.parametrize("order", ["fixed", "swapped"])
-def test_several_losses_over_parts_of_the_model(order):
-    params = _model()
-    oracle = MasterAdamW(params, Hyper(lr=LR))
-    for step in range(STEPS):
-        total = None
-        for place in (1, 0) if order == "swapped" and step % 2 else (0, 1):
-            local = [_local_gradients(params, _two_losses(params, rank, step)[place]) for rank in range(2)]
-            total = accumulate(total, averages(local))
-        oracle.step(total or [])
-        with torch.no_grad():
-            for p, value in zip(params, oracle.params, strict=True):
-                p.copy_(value)
-    for stage in (0, 1, 2):
-        for own in run_ranks(2, _several_losses, stage, order):
-            assert_bitwise(own, oracle.params, f"stage {stage}")
-
-
 # -- the first backward ------------------------------------------------------------------------------------------------
 
 
 def _first_backwards(rank: int, world_size: int, stage: int) -> tuple[list[int], int, int]:
     """How many buckets have left when the last gradient comes, in the first backward and the third, all buckets, and
     how many reductions the first step has made."""
-    import zero_optim
 
     params = _model()
     opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
@@ -389,21 +281,3 @@ def test_buckets_leave_in_the_first_backward(stage: int) -> None:
     for (first, third), buckets, reductions in run_ranks(2, _first_backwards, stage):
         assert third == buckets - 1 >= 2 and reductions == buckets
         assert first == (buckets - 1 if stage else 0)
-
-
-def _expects_by_guess(rank: int, world_size: int) -> list[bool]:
-    """Whether late gradients are waited for, rather than raised, in the first backward: by stage."""
-    found = []
-    for stage in range(4):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        if stage == 3:
-            zero_optim.shard_module(model, (nn.Linear,))
-        opt = zero_optim.ShardedAdamW(model, stage=stage)
-        found.append(opt.engine.reducer._counts.guesses)
-        opt.close()
-    return found
-
-
-def test_a_late_gradient_still_raises_where_nothing_is_guessed() -> None:
-    for found in run_ranks(2, _expects_by_guess):
-        assert found == [False, True, True, False]

@@ -31,42 +31,6 @@ def test_a_bucket_that_is_not_used_counts_neither_in_the_norm_nor_as_overflow():
     assert opt.stats()["skipped_steps"] == 1
 
 
-def _zeroed_by_the_model(rank, world_size, how):
-    parameters = _parameters()
-    opt = ShardedAdamW(parameters, stage=2)
-    for step in range(3):
-        _backward(parameters[: 3 - (rank if step == 0 else 0)], scale=7.0 if step == 0 else 1.0)
-        norm = opt.clip_grad_norm_(1e9).item()
-        opt.step()
-        for p in parameters:
-            if how == "zero":
-                p.grad.zero_()
-            else:
-                p.grad = None
-    return norm
-
-
-@pytest.mark.parametrize("how", ["none", "zero"])
-def test_zeroing_by_hand_reaches_ranks_that_had_not_used_the_parameter(how):
-    expected = (SIZE * (1 + 4 + 9)) ** 0.5
-    assert run_ranks(2, _zeroed_by_the_model, how) == [pytest.approx(expected)] * 2
-
-
-def _drop_one_of_two(rank, world_size):
-    first, second, filler = (torch.nn.Parameter(torch.ones(numel)) for numel in (128, 512, 4096))
-    opt = ShardedAdamW([filler, second, first], stage=2, weight_decay=0.0)
-    both = first.sum() + second.sum() if rank == 0 else first.sum()
-    (both + filler.sum()).backward()
-    shared = [{slot.param for slot in bucket.layout.slots} for bucket in opt.engine.reducer.buckets]
-    first.grad = None
-    opt.step()
-    return {1, 2} in shared, (second != 1).sum().item(), (first != 1).sum().item()
-
-
-def test_dropping_one_gradient_leaves_its_neighbour_in_the_bucket():
-    assert run_ranks(2, _drop_one_of_two) == [(True, 512, 0)] * 2
-
-
 def _torch_clip_at_stage_0(rank, world_size):
     parameters = _parameters()
     opt = ShardedAdamW(parameters, stage=0)
@@ -80,18 +44,6 @@ def test_stage_0_shows_the_average_on_ranks_that_had_not_used_the_parameter():
     first, second = run_ranks(2, _torch_clip_at_stage_0)
     assert first == second
     assert first[0] == pytest.approx((SIZE * (1 + 4 + 1.5**2)) ** 0.5)
-
-
-def test_parameters_absent_from_a_loaded_state_start_afresh():
-    parameter = torch.nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
-    opt = ShardedAdamW([parameter], lr=1e-3)
-    parameter.sum().backward()
-    opt.step()
-    with torch.no_grad():
-        parameter.fill_(5.0)
-    opt.load_state_dict({"state": {}, "param_groups": opt.state_dict()["param_groups"]})
-    state = opt.state_dict()["state"][0]
-    assert (state["step"].item(), state["exp_avg"].abs().sum().item(), state["master"].unique().item()) == (0, 0, 5)
 
 
 def test_a_scaler_skips_whatever_was_decided_when_clipping():

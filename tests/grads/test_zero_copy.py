@@ -113,32 +113,6 @@ def test_sums_of_several_reductions_are_packed_from_the_second_on() -> None:
         assert {*names} > MATRICES
 
 
-def _not_finite(rank: int, world_size: int) -> tuple[Any, bool]:
-    model = Model(torch.float32)
-    opt = zero_optim.ShardedAdamW(model, bucket_cap_mb=CAP_MB)
-    model(torch.ones(4, 64)).sum().backward()
-    opt.step()
-    opt.zero_grad()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    for step in range(2):
-        bad = step == 0 and rank == 1
-        handle = model.second.weight.register_hook(lambda g, bad=bad: g * torch.inf if bad else g)
-        model(torch.ones(4, 64)).sum().backward()
-        handle.remove()
-        opt.step()
-        opt.zero_grad()
-        if step == 0:
-            same = all(map(torch.equal, before, model.parameters()))
-    found = opt.stats()["non_finite"]
-    opt.close()
-    return found, same
-
-
-def test_what_is_not_finite_skips_the_step_and_is_named() -> None:
-    for found, same in run_ranks(2, _not_finite):
-        assert same and found["parameter"] == "second.weight" and found["step"] == 2
-
-
 def _one_is_absent(rank: int, world_size: int, may: bool) -> list[Tensor]:
     model = Model(torch.float32)
     with nullcontext() if may else mock.patch.object(Bucket, "_may_be_zero_copy", lambda self: False):

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,6 @@ class _Raise(torch.autograd.Function):
 def raise_in_backward(x: Tensor) -> Tensor:
     """``x``; a backward that comes by raises ``Planned``."""
     return _Raise.apply(x)
-
-
-Cell = TypeVar("Cell")
-
-
-def of_dtype(cells: Sequence[Cell], dtype: torch.dtype, turn: int) -> list[Cell]:
-    """Those of ``cells`` that are for ``dtype`` in this turn, 0 or 1: in each turn a cell is for one of the three. Of
-    neighbours that differ in one thing, each is for another, so that everything meets every dtype."""
-    return [cell for number, cell in enumerate(cells) if (number + number // 3 + turn) % 3 == DTYPES.index(dtype)]
 
 
 def make_parameters(

@@ -19,52 +19,6 @@ def _random_layout(seed, shards):
     return numels, kinds, order, capacities, build_layout(numels, kinds, order, capacities, shards)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(8))
-def test_every_element_is_in_exactly_one_shard_of_one_bucket(seed, shards):
-    numels, kinds, _, _, buckets = _random_layout(seed, shards)
-    seen = {index: [0] * numel for index, numel in numels.items()}
-    for bucket in buckets:
-        assert len({kinds[slot.param] for slot in bucket.slots}) == 1
-        assert bucket.numel % (shards * ROW) == 0
-        for shard in range(shards):
-            for piece in bucket.pieces(shard):
-                assert 0 <= piece.in_shard <= piece.in_shard + piece.numel <= bucket.shard_numel
-                for element in range(piece.in_param, piece.in_param + piece.numel):
-                    seen[piece.slot.param][element] += 1
-                    place = shard * bucket.shard_numel + piece.in_shard + element - piece.in_param
-                    assert place == piece.slot.offset + element
-    assert all(count == 1 for counts in seen.values() for count in counts)
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_rows_name_their_parameter_and_padding_has_none(shards):
-    numels, _, _, _, buckets = _random_layout(1, shards)
-    for bucket in buckets:
-        rows = [slot for shard in range(shards) for slot in bucket.row_slot(shard)]
-        assert len(rows) == bucket.numel // ROW
-        for row, param in enumerate(rows):
-            owners = [
-                slot.param
-                for slot in bucket.slots
-                if slot.offset < (row + 1) * ROW and row * ROW < slot.offset + slot.numel
-            ]
-            assert owners == ([] if param == -1 else [param])
-    assert sum(numels.values()) == sum(slot.numel for bucket in buckets for slot in bucket.slots)
-
-
-def test_buckets_keep_the_order_and_the_capacity():
-    numels, kinds, order, capacities, buckets = _random_layout(2, 2)
-    for bucket in buckets:
-        places = [order.index(slot.param) for slot in bucket.slots]
-        assert places == sorted(places)
-        last = bucket.slots[-1]
-        capacity = capacities[kinds[last.param]]
-        assert len(bucket.slots) == 1 or last.offset + numels[last.param] <= capacity + capacity // 4
-    last_places = [order.index(bucket.slots[-1].param) for bucket in buckets]
-    assert last_places == sorted(last_places)
-
-
 @pytest.mark.parametrize(
     ("rows", "buckets"),
     [

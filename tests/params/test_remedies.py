@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from zero_optim import FlatShard, ShardAccessError
 from zero_optim.params.param_shard import ParamShard, StateDictShard
@@ -65,6 +66,11 @@ USES: dict[str, Try] = {
     "stack": lambda x, _: torch.stack([torch.ones(2, 4), x]),
     "into another": lambda x, _: torch.ones(2, 4).add_(x),
     "copied into another": lambda x, _: torch.ones(2, 4).copy_(x),
+    "==": lambda x, _: x == x,
+    "in": lambda x, _: 1.0 in x,
+    "torch.equal": lambda x, _: torch.equal(x, x),
+    "F.embedding": lambda x, _: F.embedding(torch.tensor([0]), x),
+    "fill_(x)": lambda x, _: torch.ones(2).fill_(x),
     "mul_": lambda x, _: x.mul_(2),
     "/=": lambda x, _: x.__itruediv__(2),
     "_foreach_div_": lambda x, _: torch._foreach_div_([torch.ones(2, 4), x], 2.0),

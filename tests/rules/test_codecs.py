@@ -80,82 +80,11 @@ def test_root8_is_as_near_as_it_says_and_never_0_where_there_was_more() -> None:
     assert (stored == 0)[values == 0].all()
 
 
-def test_root8_keeps_inf_as_the_largest() -> None:
-    values = torch.ones(1, ROW)
-    values[0, 5] = float("inf")
-    found = Root8().decode(Root8().encode(values))
-    largest = torch.finfo(torch.float32).max
-    assert largest * (1 - 2**-22) < found[0, 5] <= largest and found.isfinite().all() and (found > 0).all()
-    assert torch.equal(Root8().decode(Root8().encode(found)), found)
-
-
-@pytest.mark.parametrize(("codec", "bad"), [(Int8(), float("inf")), (Int8(), float("nan")), (Root8(), float("nan"))])
-def test_a_row_that_is_not_finite_is_decoded_as_one(codec: Codec, bad: float) -> None:
-    values = torch.ones(2, ROW)
-    values[1, 5] = bad
-    parts = codec.encode(values)
-    assert (parts[0][1] == 0).all()
-    found = codec.decode(parts)
-    assert torch.equal(found[0], codec.decode(codec.encode(torch.ones(1, ROW)))[0])
-    assert found[1].isnan().all()
-    assert codec.decode(codec.encode(found))[1].isnan().all()
-
-
-def test_bf16_is_rounded_to_the_nearest() -> None:
-    values = _rows()
-    (stored,) = Bf16().encode(values)
-    assert torch.equal(stored, values.bfloat16())
-    assert torch.equal(Bf16().decode((stored,)), stored.float())
-
-
 # ---- a master --------------------------------------------------------------------------------------------------------
 
 
 def _bits(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(torch.int32).view(torch.float32)
-
-
-def test_a_split_master_is_kept_bit_for_bit_but_one_of_65536() -> None:
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randint(-(2**31), 2**31, (2**20,), generator=generator).to(torch.int32).view(torch.float32)
-    largest, infinity, one = 0x7F7F7FFF, 0x7F800000, 0x3F800000  # the largest whose parameter is finite
-    special = _bits(0, 2**31, 1, 2**31 + 1, 0x7FFF, 0x8001, 0xFFFF, largest, infinity, infinity + 2**31, one - 1, one)
-    values = torch.cat((random[random.bfloat16().isfinite()], special))
-    values = torch.nn.functional.pad(values, (0, -len(values) % ROW)).view(-1, ROW)
-    parameter, (low,) = values.bfloat16(), Split().encode(values)
-    found = Split().decode((low, parameter)).view(torch.int32)
-    bits = values.view(torch.int32)
-    between = bits & 0xFFFF == 0x8000  # two parameters
-    assert torch.equal(found[~between], bits[~between])
-    assert 0 < between.sum() < 100
-    assert ((found - bits)[between].abs() == 1).all()
-    assert torch.equal(found.view(torch.float32).bfloat16(), parameter), "the parameter is the rounded master"
-    for bits, kept in ((0x3F808000, 0x3F807FFF), (0x3F818000, 0x3F818001)):
-        (low,) = Split().encode(_bits(bits).view(1, 1))
-        found = Split().decode((low, _bits(bits).bfloat16().view(1, 1)))
-        assert found.view(torch.int32) == kept
-
-
-@pytest.mark.parametrize("codec", [Split(), Split8()], ids=["split", "split8"])
-def test_a_split_master_that_is_no_number_stays_none(codec: Codec) -> None:
-    values = torch.full((1, ROW), float("nan"))
-    (low,) = codec.encode(values)
-    assert not low.any() and codec.decode((low, values.bfloat16())).isnan().all()
-
-
-def test_a_master_of_24_bits_stays_when_it_is_stored_again() -> None:
-    """Of every parameter and every 8 bits beside it: the parameter is what the master is rounded to."""
-    lows = torch.arange(-127, 128).to(torch.int8).repeat(2**8, 1)
-    for first in range(-(2**15), 2**15, 2**8):
-        parameter = torch.arange(first, first + 2**8).to(torch.int16).view(torch.bfloat16).view(-1, 1).expand(-1, 255)
-        master = Split8().decode((lows, parameter))
-        number = ((parameter.view(torch.int16).int() << 16) + lows.int() * 256).view(torch.float32)
-        # An inf is its own master. Where the two are no number, the master is the parameter, and 0 is beside it.
-        kept = (number == number) & parameter.isfinite()
-        assert torch.equal(master[kept], number[kept])
-        assert torch.equal(master.bfloat16()[~master.isnan()], parameter[~master.isnan()])
-        (again,) = Split8().encode(master)
-        assert torch.equal(again, torch.where(kept, lows, 0))
 
 
 def test_a_master_of_24_bits_is_near() -> None:

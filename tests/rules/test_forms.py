@@ -110,38 +110,6 @@ def test_a_split_master_trains_as_an_fp32_master(way: str) -> None:
             assert way != "stage 0" or found[master][2][kind] == itemsize * numel
 
 
-def _on_a_grid(rank: int, world_size: int) -> list[Any]:
-    import zero_optim
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = []
-    for form in ({}, {"master": "split8"}, {"master": "split", "state_dtype": "int8"}):
-        model, opt = _job(2, "ShardedAdamW", lr=1e-2, mesh=mesh, **form)
-        _train(rank, model, opt, range(1))
-        found.append(zero_optim.full_state_dict(opt, rank=None)["state"])
-        opt.close()
-    return found
-
-
-def test_replicas_of_shards_have_the_same_forms() -> None:
-    """The first update knows of no moments before it: so those in 8 bits are the others, rounded once."""
-    for exact, split, both in run_ranks(4, _on_a_grid):
-        for index, entry in exact.items():
-            for kind, found, codec in (
-                ("master", split, Split8()),
-                ("master", both, Split()),
-                ("exp_avg", both, Int8()),
-                ("exp_avg_sq", both, Root8()),
-            ):
-                if kind not in entry:
-                    continue
-                values = entry[kind].reshape(-1)
-                parts = [*codec.encode_flat(values), *([values.bfloat16()] if kind == "master" else [])]
-                wanted = codec.decode_flat(StateTensor(kind), parts)
-                assert torch.equal(found[index][kind].reshape(-1), wanted), (index, kind)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options", "kinds"),
     [
@@ -172,26 +140,6 @@ def test_8_bit_state_of_any_rule(optimizer: str, options: dict[str, Any], kinds:
 
 
 # ---- the users' own edits --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hidden", [False, True], ids=["in place", "through data"])
-@every_split
-def test_a_parameter_that_is_edited_takes_its_master_along(split: str, hidden: bool) -> None:
-    import zero_optim
-
-    p = nn.Parameter(torch.linspace(-3, 3, 500).bfloat16())
-    opt = zero_optim.ShardedAdamW([p], lr=1e-3, weight_decay=0.0, master=split)
-    for step in range(4):
-        p.grad = torch.full_like(p, 0.5)
-        if step == 2:
-            with torch.no_grad():
-                (p.data if hidden else p).fill_(2.0)
-        opt.step()
-        opt.zero_grad()
-    master = zero_optim.full_state_dict(opt)["state"][0]["master"]
-    assert torch.equal(master.bfloat16(), p)
-    assert (master - (2.0 - 2e-3)).abs().max() < 0.009, "half a unit of 2 in bf16, that was stored beside it"
-    opt.close()
 
 
 EDITS = {

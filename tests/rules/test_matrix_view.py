@@ -127,20 +127,6 @@ def test_each_matrix_is_torchs(scale: str | None) -> None:
         torch.testing.assert_close(master, _by_torch(name, adjust_lr_fn=scale), rtol=0, atol=2e-7, msg=name)
 
 
-def test_a_memory_format_makes_no_difference() -> None:
-    """To the bit: a convolution that lies as channels_last is the same matrix."""
-    results = []
-    for memory_format in (torch.contiguous_format, LAST):
-        weight = nn.Parameter((_values(0, "last", torch.float32)).to(memory_format=memory_format))
-        opt = ShardedMuon([weight], **OPTIONS)
-        weight.grad = _values(1, "last", torch.float32)
-        opt.step()
-        opt.close()
-        assert weight.is_contiguous(memory_format=memory_format)
-        results.append(weight.detach())
-    assert torch.equal(*results)
-
-
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -150,13 +136,6 @@ def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
         expected = _alone(world_size, [*PARAMETERS], dtype)
         for masters in run_ranks(world_size, _train, [*PARAMETERS], dtype, {"stage": stage}):
             assert all(torch.equal(masters[name], expected[name]) for name in PARAMETERS)
-
-
-def test_72_rows_in_heads_on_5_ranks() -> None:
-    """Four ranks have nothing."""
-    expected = _alone(5, ["heads"], torch.bfloat16)
-    for masters in run_ranks(5, _train, ["heads"], torch.bfloat16, {}):
-        assert torch.equal(masters["heads"], expected["heads"])
 
 
 # -- together ---------------------------------------------------------------------------------------------------------

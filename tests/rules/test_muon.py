@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -48,13 +47,10 @@ def _gradients(dtype: torch.dtype) -> Gradient:
 def _oracle(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:
     """torch's Muon of fp32 masters. Gradients are cast, as ours are."""
     masters = [nn.Parameter(weight.detach().float()) for weight in _weights(dtype)]
-    clip = options.pop("max_grad_norm", None)
     opt = torch.optim.Muon(masters, **{**OPTIONS, **options})
     for step in range(STEPS):
         for number, master in enumerate(masters):
             master.grad = mean(_gradients(dtype), world_size, step, number).float()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(masters, clip)
         opt.step()
     return [master.detach() for master in masters]
 
@@ -96,114 +92,10 @@ def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
         assert all(all(map(torch.equal, masters, _alone(world_size, dtype, **options))) for masters in every)
 
 
-def test_it_clips_as_torch_does() -> None:
-    """Momentum is made of the clipped gradients. Muon itself forgets their size, but not beside each other."""
-    expected = _oracle(2, torch.float32, max_grad_norm=0.5)
-    for masters in run_ranks(2, _train, torch.float32, {"max_grad_norm": 0.5, **AS_TORCH}):
-        for found, exact in zip(masters, expected, strict=True):
-            torch.testing.assert_close(found, exact, rtol=0, atol=2e-4)  # the norm is rounded otherwise, then to bf16
-
-
-def _on_a_grid(rank: int, world_size: int) -> list[Tensor]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return _train(rank % 2, world_size, torch.float32, {"mesh": mesh})
-
-
-def test_on_a_grid() -> None:
-    """Replicas with the same gradients, so that averages of four are those of two."""
-    for masters in run_ranks(4, _on_a_grid):
-        assert all(map(torch.equal, masters, _alone(2, torch.float32)))
-
-
-def _in_fp16(rank: int, world_size: int, scale: float) -> list[Tensor]:
-    params = _weights(torch.float16)
-    opt = ShardedMuon(params, **OPTIONS)
-    scaler = zero_optim.GradScaler(init_scale=scale, growth_interval=1000)
-    for step in range(STEPS):
-        terms = ((p * _gradient(rank, step, n, torch.float16)).sum() for n, p in enumerate(params))
-        scaler.scale(sum(terms, torch.zeros((), dtype=torch.float16))).backward()
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-    masters = masters_of(opt, params)
-    opt.close()
-    return masters
-
-
-def test_a_loss_scale_makes_no_difference() -> None:
-    plain, scaled = (run_ranks(2, _in_fp16, scale)[0] for scale in (1.0, 64.0))
-    assert all(map(torch.equal, plain, scaled))
-
-
 def _alone(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:
     """One rank that is given the averages."""
     params = _weights(dtype)
     return masters_alone(ShardedMuon(params, **OPTIONS, **options), params, _gradients(dtype), world_size, range(STEPS))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"state_offload": "cpu"},
-        {"state_offload": "paged", "device_budget": 0},
-        {"state_offload": "nvme"},
-        {"ema_decay": 0.5},
-        {"grad_accumulation_dtype": torch.float32},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_state_elsewhere_has_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    if options.get("state_offload") == "nvme":
-        options = {"state_offload": f"nvme:{tmp_path}"}
-    for of_rank in run_ranks(2, _train, torch.bfloat16, options):
-        assert all(map(torch.equal, of_rank, _alone(2, torch.bfloat16)))
-
-
-def _of_two_dtypes(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
-    """A bf16 and an fp32 matrix in one optimizer."""
-    params = [_weights(torch.bfloat16)[0], _weights(torch.float32)[1]]
-    opt = ShardedMuon(params, **OPTIONS, **options)
-    for step in range(STEPS):
-        for number, parameter in enumerate(params):
-            parameter.grad = _gradient(0, step, number, parameter.dtype)
-        opt.step()
-    masters = masters_of(opt, params)
-    opt.close()
-    return masters
-
-
-@pytest.mark.parametrize("options", [{"master": "split"}, {"state_dtype": "int8"}, {"ema_decay": 0.5}])
-def test_an_fp32_matrix_is_its_own_master(options: dict[str, Any]) -> None:
-    plain, other = _of_two_dtypes(0, 1, {}), _of_two_dtypes(0, 1, options)
-    if "state_dtype" not in options:
-        assert torch.equal(other[1], plain[1])
-        torch.testing.assert_close(other[0], plain[0], rtol=0, atol=2e-7)  # ties of a split master
-    for found, expected in zip(other, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)  # momentum of 8 bits, made orthogonal
-
-
-def _averages(rank: int, world_size: int) -> bool:
-    """Whether averages are what masters make of them. A group has its own decay."""
-    params = _weights(torch.bfloat16)
-    groups = [{"params": params[:4]}, {"params": params[4:], "ema_decay": 0.25}]
-    opt = ShardedMuon(groups, ema_decay=0.5, **OPTIONS)
-    expected: list[Tensor] = []
-    for step in range(STEPS):
-        _steps(opt, params, rank, range(step, step + 1), torch.bfloat16)
-        masters = masters_of(opt, params)
-        rates = [0.5] * 4 + [0.75] * 4
-        pairs = zip(expected, masters, rates, strict=True)
-        expected = [e + rate * (p - e) for e, p, rate in pairs] if expected else masters
-    state = zero_optim.full_state_dict(opt, rank=None)["state"]
-    same = [torch.equal(state[n]["ema"], average) for n, average in enumerate(expected)]
-    opt.close()
-    return all(same)
-
-
-def test_averages_follow() -> None:
-    assert all(run_ranks(2, _averages))
 
 
 def test_a_skipped_update_marks_who_is_not_finite() -> None:
@@ -220,72 +112,6 @@ def test_a_skipped_update_marks_who_is_not_finite() -> None:
     prepared.update([ShardUpdate(grad, parameter, state, rows, table, None, torch.ones(1), marks, wholes=wholes)])
     assert marks.tolist() == [0, 1]
     assert not state["momentum_buffer"].any() and torch.equal(parameter, torch.ones(256))
-
-
-# -- a skipped step, and micro-batches ---------------------------------------------------------------------------------
-
-
-def _overflow(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """State after a first step that one rank's gradient makes overflow, and after a good one then."""
-    params = _weights(torch.bfloat16)
-    before = copy.deepcopy(params)
-    opt = ShardedMuon(params, **OPTIONS)
-    total = sum((p.float() * (float("inf") if rank == 0 and n == 2 else 1.0)).sum() for n, p in enumerate(params))
-    assert isinstance(total, Tensor)
-    total.backward()
-    opt.step()
-    opt.zero_grad()
-    assert all(map(torch.equal, params, before))
-    first = opt.stats()["non_finite"]
-    assert first is not None and first["parameter"].startswith("parameter 2 of group 0"), first
-    state = zero_optim.full_state_dict(opt, rank=None)["state"]
-    assert not any(entry["momentum_buffer"].any() for entry in state.values())
-    _steps(opt, params, rank, range(1), torch.bfloat16)
-    after = masters_of(opt, params)
-    opt.close()
-    fresh = _weights(torch.bfloat16)
-    opt = ShardedMuon(fresh, **OPTIONS)
-    _steps(opt, fresh, rank, range(1), torch.bfloat16)
-    expected = masters_of(opt, fresh)
-    opt.close()
-    return after, expected
-
-
-def test_an_overflow_in_the_first_step_leaves_no_trace() -> None:
-    for after, expected in run_ranks(2, _overflow):
-        assert all(map(torch.equal, after, expected))
-
-
-def _micro_batches(rank: int, world_size: int, how: str) -> list[Tensor]:
-    """One step of four micro-batches, sent at once, one by one, or as their sum in one backward."""
-    params = _weights(torch.float32)
-    opt = ShardedMuon(params, **OPTIONS)
-
-    def loss(micro: int) -> Tensor:
-        return sum((p * _gradient(rank, micro, n, torch.float32)).sum() for n, p in enumerate(params))  # type: ignore
-
-    if how == "one":
-        sum(map(loss, range(4))).backward()  # type: ignore[union-attr]
-    for micro in range(4) if how == "each" else ():
-        loss(micro).backward()
-    if how == "no_sync":
-        with opt.no_sync():
-            for micro in range(3):
-                loss(micro).backward()
-        loss(3).backward()
-    opt.step()
-    masters = masters_of(opt, params)
-    opt.close()
-    return masters
-
-
-def test_micro_batches_are_one_step() -> None:
-    """The matrix that is made orthogonal is of their sum, and not each of theirs."""
-    one, each, at_once = (run_ranks(2, _micro_batches, how)[0] for how in ("one", "each", "no_sync"))
-    for of_one, of_each, of_once in zip(one, each, at_once, strict=True):
-        # Sums in another order may be rounded to another bf16, which is 2^-8 of an update of lr / 5.
-        torch.testing.assert_close(of_each, of_one, rtol=0, atol=1e-4)
-        torch.testing.assert_close(of_once, of_one, rtol=0, atol=1e-4)
 
 
 # -- where matrices lie -----------------------------------------------------------------------------------------------
@@ -335,57 +161,8 @@ def test_by_way_of_torch() -> None:
         assert all(map(torch.equal, masters, _alone(2, torch.float32)))
 
 
-def _save(rank: int, world_size: int, folder: str) -> None:
-    model = _model()
-    opt = ShardedMuon(model.named_parameters(), **OPTIONS)
-    _steps(opt, list(model), rank % 1, range(2), torch.bfloat16)
-    zero_optim.checkpoint.save(folder, model, opt)
-    opt.close()
-
-
-def _load(rank: int, world_size: int, folder: str) -> list[Tensor]:
-    model = _model()
-    opt = ShardedMuon(model.named_parameters(), **OPTIONS)
-    zero_optim.checkpoint.load(folder, model, opt)
-    _steps(opt, list(model), 0, range(2, 4), torch.bfloat16)
-    masters = masters_of(opt, list(model))
-    opt.close()
-    return masters
-
-
 def _model() -> nn.ParameterList:
     return nn.ParameterList(_weights(torch.bfloat16))
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_checkpoints_load_at_any_scale(ranks: int, tmp_path: Path) -> None:
-    run_ranks(2, _save, f"{tmp_path}/saved")
-    expected = _train(0, 1, torch.bfloat16, {})
-    for masters in run_ranks(ranks, _load, f"{tmp_path}/saved"):
-        assert all(map(torch.equal, masters, expected))
-
-
-def _own_state(rank: int, world_size: int) -> list[Tensor]:
-    params = _weights(torch.bfloat16)
-    opt = ShardedMuon(params, bucket_cap_mb=0.002, **OPTIONS)
-    _steps(opt, params, 0, range(2), torch.bfloat16)
-    state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(params)
-    # In the order of the layout, by which the same buckets are made again; in a bucket they lie in another.
-    order = opt.engine.reducer.layout.order
-    lying = [slot.param for bucket in opt.engine.reducer.buckets for slot in bucket.layout.slots]
-    assert [*state["state"]] == order != lying
-    opt.close()
-    again = ShardedMuon(weights, bucket_cap_mb=0.002, **OPTIONS)
-    again.load_state_dict(state)
-    _steps(again, weights, 0, range(2, 4), torch.bfloat16)
-    masters = masters_of(again, weights)
-    again.close()
-    return masters
-
-
-def test_a_rank_loads_its_own_state() -> None:
-    for masters in run_ranks(4, _own_state):
-        assert all(map(torch.equal, masters, _train(0, 1, torch.bfloat16, {})))
 
 
 # -- the iteration ----------------------------------------------------------------------------------------------------

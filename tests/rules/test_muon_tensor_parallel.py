@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import oracle_float64
 import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
-from cells import slow, slow_where
+from cells import slow
 from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from training_cases import error_of
 from zero_optim import rules
 from zero_optim.params.tensor_slice import Joint
-from zero_optim.rules import homes
 
 STEPS, TENSOR = 3, 2
 
@@ -76,7 +74,6 @@ class Cell:
     plain: bool = False
     dtype: torch.dtype = torch.float32
     options: Mapping[str, Any] = field(default_factory=dict)
-    replicas: int = 1
 
 
 def values(name: str, kind: Kind, seed: int) -> Tensor:
@@ -170,19 +167,15 @@ def groups_of(model: nn.Module, cell: Cell) -> list[dict[str, Any]]:
 Found = dict[str, Tensor]
 
 
-def mesh_of(replicas: int = 1) -> dist.DeviceMesh:
-    data = dist.get_world_size() // TENSOR
-    if replicas == 1:
-        return init_device_mesh("cpu", (data, TENSOR), mesh_dim_names=("shard", "tp"))
-    return init_device_mesh("cpu", (replicas, data // replicas, TENSOR), mesh_dim_names=("replicate", "shard", "tp"))
+def mesh_of() -> dist.DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // TENSOR, TENSOR), mesh_dim_names=("shard", "tp"))
 
 
 def make(cell: Cell) -> tuple[Model, zero_optim.ShardedMuon]:
     """On these ranks."""
-    mesh = mesh_of(cell.replicas)
+    mesh = mesh_of()
     model, told = Model(cell, mesh["tp"]), {"tensor_parallel": mesh["tp"]} if cell.plain else {}
-    data = mesh["shard"] if cell.replicas == 1 else mesh["replicate", "shard"]
-    options = {"mesh": data, **told}
+    options = {"mesh": mesh["shard"], **told}
     if cell.stage == 3:  # the optimizer takes both from the model
         zero_optim.shard_module(model, (Block,), **options)
         options = {}
@@ -293,38 +286,6 @@ def test_it_has_the_bits_of_whole_matrices(world_size: int, cells: Sequence[Cell
             assert_same(cell, results[rank][number], wanted, rank)
 
 
-OFF_THE_DEVICE = [
-    Cell(stage, dtype=torch.bfloat16, options={"state_offload": store})
-    for stage, store in ((0, "cpu"), (2, "paged"), (3, "cpu"))
-]
-
-
-def _train_in_batches(rank: int, world_size: int, cell: Cell) -> list[Found]:
-    """Each bucket, or unit, by itself."""
-    with mock.patch.multiple(homes, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=0):
-        return _train_cells(rank, world_size, [cell])
-
-
-@pytest.mark.parametrize(
-    "cell",
-    slow_where(lambda cell: cell.stage == 0, OFF_THE_DEVICE),
-    ids=lambda of: of.stage,
-)
-def test_state_off_the_device_and_several_batches(cell: Cell) -> None:
-    wanted = Alone(cell, 2).train(range(STEPS)).found()
-    for rank, (found,) in enumerate(run_ranks(4, _train_in_batches, cell, timeout=180)):
-        assert_same(cell, found, wanted, rank)
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=slow), 3])
-def test_replicas_have_the_same(stage: int) -> None:
-    """Two replicas of two shards of two slices."""
-    cell = Cell(stage, EVEN, dtype=torch.bfloat16, replicas=2)
-    wanted = Alone(cell, 2).train(range(STEPS)).found()
-    for rank, (found,) in enumerate(run_ranks(8, _train_cells, [cell], timeout=180)):
-        assert_same(cell, found, wanted, rank)
-
-
 def _sent(rank: int, world_size: int, cell: Cell) -> int:
     model, opt = make(cell)
     train(model, opt, cell, range(STEPS))
@@ -366,44 +327,6 @@ def test_checkpoints_go_from_slices_to_whole_matrices_and_back(tmp_path: Path) -
     again = Alone(cell, 2)
     zero_optim.checkpoint.load(tmp_path / "sliced", again.model, again.opt)
     assert_same(cell, again.train([2]).found(), wanted, 0)
-
-
-EXPERTS = {"stack": Kind((4, 8, 12), 0), "side by side": Kind((32, 12), 0, {"rows": 4})}
-
-
-def _experts(rank: int, world_size: int, stage: int) -> tuple[Found, dict[str, Any]]:
-    """Two replicas of experts that are spread over two ranks each, beside a matrix that all have."""
-    mesh, cell = init_device_mesh("cpu", (2, TENSOR), mesh_dim_names=("edp", "ep")), Cell(stage, EXPERTS)
-    experts, dense = Block("first", cell, mesh["ep"]), nn.Parameter(values("dense", Kind((9, 6), None), 0))
-    of_experts = {"process_group": mesh.get_group("edp"), "grad_divisor": 2}
-    groups = [{"params": [getattr(experts, key)], "view": kind.view, **of_experts} for key, kind in EXPERTS.items()]
-    opt = zero_optim.ShardedMuon([*groups, {"params": [dense]}], lr=0.02, stage=stage)
-    for step in range(STEPS):
-        grads, of_dense = gradients(cell, rank // TENSOR, step)["first"], values("dense", Kind((9, 6), None), step)
-        (experts(grads) + (dense * of_dense).sum()).backward()
-        opt.step()
-        opt.zero_grad()
-    found = {name: p.full_tensor().detach() for name, p in experts.named_parameters() if name in EXPERTS}
-    return {**found, "dense": dense.detach().clone()}, opt.stats()["collectives"]
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_experts_that_are_spread_over_ranks(stage: int) -> None:
-    cell = Cell(stage, EXPERTS)
-    experts, dense = Block("first", cell, None), nn.Parameter(values("dense", Kind((9, 6), None), 0))
-    groups = [{"params": [getattr(experts, key)], "view": kind.view} for key, kind in EXPERTS.items()]
-    opt = zero_optim.ShardedMuon([*groups, {"params": [dense]}], lr=0.02)
-    for step in range(STEPS):
-        for key in EXPERTS:
-            getattr(experts, key).grad = averages(cell, 2, step)[f"blocks.first.{key}"]
-        dense.grad = values("dense", Kind((9, 6), None), step)
-        opt.step()
-    wanted = {**{key: getattr(experts, key).detach() for key in EXPERTS}, "dense": dense.detach()}
-    results = run_ranks(4, _experts, stage)
-    for found, _ in results:
-        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-    sent = sum(collectives.get("tensor_all_to_all", {"bytes": 0})["bytes"] for _, collectives in results)
-    assert sent == STEPS * 4 * 32 * 12 * (1 if stage else 2)  # the stack stays where it is
 
 
 def slice_with(shape: tuple[int, ...] = (8, 6), **attributes: Any) -> nn.Parameter:

@@ -1,4 +1,7 @@
-"""Every rule of the package against torch's optimizer, or its paper: at all stages, in all stores, saved and moved."""
+"""Rules of the package: their state moves to torch's optimizers and back, their options, their memory.
+
+Their numbers are the random programs', at every stage and in every store, and ``kernels/test_foreach_step.py``'s.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import oracle_float64
 import pytest
 import torch
 import zero_optim
 from harness import run_ranks
 from oracle import PaperLion
-from sharded_cases import GivenNet
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, assert_bitwise, assert_within, copies, linear_backward, make_gradients
 from training_cases import make_parameters as make
@@ -59,24 +60,6 @@ RULES = {
     "nesterov": Rule(partial(zero_optim.ShardedSGD, **NESTEROV), partial(torch.optim.SGD, **NESTEROV), 1e-1),
 }
 
-# rule, stage, dtype, store
-CASES = (
-    ("amsgrad", 0, torch.float32, None),
-    ("amsgrad", 2, torch.bfloat16, "nvme"),
-    ("amsgrad", 3, torch.float16, "cpu"),
-    ("adam", 2, torch.float32, "paged"),
-    ("lion", 0, torch.bfloat16, None),
-    ("lion", 1, torch.float32, "cpu"),
-    ("lion", 3, torch.bfloat16, "paged"),
-    ("sgd", 0, torch.float16, "paged"),
-    ("sgd", 2, torch.bfloat16, "cpu"),
-    ("sgd", 3, torch.float32, None),
-    ("momentum", 1, torch.bfloat16, "paged"),
-    ("momentum", 3, torch.float32, "nvme"),
-    ("nesterov", 2, torch.bfloat16, None),
-    ("nesterov", 1, torch.float16, "nvme"),
-)
-
 
 def _gradients(params: list[Any], step: int) -> list[Tensor | None]:
     """Of few bits, so that averaging is exact."""
@@ -86,93 +69,26 @@ def _gradients(params: list[Any], step: int) -> list[Tensor | None]:
     return grads
 
 
-def _model(
-    stage: int, dtype: torch.dtype, rule: str, **options: Any
-) -> tuple[list[nn.Parameter], Callable[..., None], Any]:
-    """The parameters, what makes a backward with given gradients, and the optimizer."""
-    if stage < 3:
-        params = make(SHAPES, dtype)
-        opt = RULES[rule].make(params, stage=stage, bucket_cap_mb=TINY_CAP_MB, **options)
-        return params, partial(linear_backward, params), opt
-    model = GivenNet([SHAPES[:2], SHAPES[2:4], SHAPES[4:]], dtype)
-    zero_optim.shard_module(model, units=(type(model.units[0]),))
-    opt = RULES[rule].make(model.parameters(), **options)
-    return list(model.parameters()), lambda grads: model(grads).backward(), opt
+def _model(dtype: torch.dtype, rule: str, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    params = make(SHAPES, dtype)
+    return params, RULES[rule].make(params, bucket_cap_mb=TINY_CAP_MB, **options)
 
 
-def _train(backward: Callable[..., None], opt: Any, steps: range, rank: int, world_size: int) -> None:
+def _train(params: list[nn.Parameter], opt: Any, steps: range) -> None:
     for step in steps:
-        factor = world_size if rank == 0 else 0
-        backward([None if g is None else g * factor for g in _gradients(make(SHAPES, torch.float32), step)])
+        linear_backward(params, _gradients(params, step))
         opt.step()
         opt.zero_grad()
 
 
-def _oracle(rule: str, dtype: torch.dtype, steps: int) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """fp32 masters, and torch's optimizer over them."""
-    masters = [nn.Parameter(p.float()) for p in make(SHAPES, dtype)]
-    opt = RULES[rule].oracle(masters)
-    for step in range(steps):
-        for master, grad in zip(masters, _gradients(masters, step), strict=True):
-            master.grad = None if grad is None else grad.to(dtype).float()
-        opt.step()
-    return copies(masters), opt
-
-
-def _offload(store: str | None, folder: str) -> str | None:
-    return f"nvme:{folder}" if store == "nvme" else store
-
-
-def _run_all(rank: int, world_size: int, folder: str) -> list[tuple[dict[str, Any], Any]]:
-    found = []
-    for rule, stage, dtype, store in CASES:
-        _, backward, opt = _model(stage, dtype, rule, state_offload=_offload(store, folder))
-        with oracle_float64.watch(opt) as watching:
-            _train(backward, opt, range(STEPS), rank, world_size)
-            report = watching.report()
-        found.append((zero_optim.full_state_dict(opt, rank=None), report, _whole(opt)))
-        opt.close()
-    return found
-
-
-def _whole(opt: Any) -> list[Tensor]:
-    """Collective. The parameters, as they are."""
-    params = [p for group in opt.param_groups for p in group["params"]]
-    model = nn.ParameterList(params) if opt.stage < 3 else opt.engine.sharded_model.model
-    found = {name: value.clone() for name, value in zero_optim.iter_full_parameters(model)}
-    return [found[name] for name, _ in model.named_parameters()]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_rule_computes_what_torch_or_its_paper_says(world_size: int, tmp_path: Any) -> None:
-    for of_rank in run_ranks(world_size, _run_all, str(tmp_path)):
-        for (rule, stage, dtype, store), (full, report, seen) in zip(CASES, of_rank, strict=True):
-            what = f"{rule} at stage {stage} of {dtype}, {store}"
-            expected, oracle = _oracle(rule, dtype, STEPS)
-            state = full["state"]
-            masters = [state[i].get("master", p) for i, p in enumerate(seen)]
-            bounds = [STEPS * EPS * (2 * p.abs() + 32 * RULES[rule].size) for p in expected]
-            assert_within(masters, expected, bounds, what)
-            assert_bitwise(seen, [master.to(dtype) for master in masters], what)
-            assert report.compared > 0 and report.elements.of_bound <= 1, (what, report)
-            assert report.unrounded == 0, what
-            for index, own in enumerate(oracle.state.values()):
-                for name, value in own.items():
-                    if isinstance(value, Tensor) and name != "step":
-                        assert torch.allclose(state[index][name], value, rtol=1e-5, atol=1e-7), (what, name)
-                kept = {name for name, value in own.items() if isinstance(value, Tensor)} | {"step"}
-                assert set(state[index]) - {"master"} == kept, what
-                assert float(state[index]["step"]) == (STEPS // 2 if index == SOMETIMES else STEPS), what
-
-
 @pytest.mark.parametrize("rule", ["amsgrad", "adam", "momentum", "nesterov", "sgd"])
 def test_a_job_moves_to_torch_and_back(rule: str) -> None:
-    params, backward, opt = _model(2, torch.float32, rule)
-    _train(backward, opt, range(STEPS), 0, 1)
+    params, opt = _model(torch.float32, rule)
+    _train(params, opt, range(STEPS))
     theirs = [nn.Parameter(p.detach().clone()) for p in params]
     torchs = RULES[rule].oracle(theirs)
     torchs.load_state_dict(zero_optim.full_state_dict(opt))
-    again, again_backward, back = _model(2, torch.float32, rule)
+    again, back = _model(torch.float32, rule)
     with torch.no_grad():
         for p, value in zip(again, theirs, strict=True):
             p.copy_(value)
@@ -181,8 +97,8 @@ def test_a_job_moves_to_torch_and_back(rule: str) -> None:
         for p, grad in zip(theirs, _gradients(theirs, step), strict=True):
             p.grad = grad
         torchs.step()
-    _train(backward, opt, range(STEPS, STEPS + 3), 0, 1)
-    _train(again_backward, back, range(STEPS, STEPS + 3), 0, 1)
+    _train(params, opt, range(STEPS, STEPS + 3))
+    _train(again, back, range(STEPS, STEPS + 3))
     bounds = [7 * EPS * (2 * p.detach().abs() + 32 * RULES[rule].size) for p in theirs]
     assert_within(copies(params), copies(theirs), bounds, rule)
     assert_bitwise(copies(again), copies(params), rule)
@@ -243,8 +159,8 @@ def test_one_group_with_momentum_gives_buffers_to_all() -> None:
 
 
 def test_state_of_another_rule_is_refused(tmp_path: Any) -> None:
-    params, backward, opt = _model(2, torch.bfloat16, "lion")
-    _train(backward, opt, range(2), 0, 1)
+    params, opt = _model(torch.bfloat16, "lion")
+    _train(params, opt, range(2))
     model = nn.ParameterList(params)
     zero_optim.checkpoint.save(str(tmp_path), model, opt)
     full = zero_optim.full_state_dict(opt)
@@ -262,8 +178,8 @@ def test_state_of_another_rule_is_refused(tmp_path: Any) -> None:
 
 def test_the_planner_asks_the_rule(capsys: Any) -> None:
     for rule in RULES:
-        params, backward, opt = _model(2, torch.bfloat16, rule, ema_decay=(0.9, 0.99), master="fp32")
-        _train(backward, opt, range(2), 0, 1)
+        params, opt = _model(torch.bfloat16, rule, ema_decay=(0.9, 0.99), master="fp32")
+        _train(params, opt, range(2))
         made, memory = zero_optim.memory.plan_of(opt), opt.stats()["memory"]
         for tensor in opt.engine.rules.all[0].tensors:
             assert made.memory[tensor.name] == memory[tensor.name] == 4 * sum(p.numel() for p in params), tensor
@@ -287,8 +203,8 @@ def test_a_rule_of_ones_own_has_a_name_of_its_own() -> None:
 
 
 def test_momentum_buffers_that_are_none_are_none() -> None:
-    params, backward, opt = _model(2, torch.float32, "momentum")
-    _train(backward, opt, range(2), 0, 1)
+    params, opt = _model(torch.float32, "momentum")
+    _train(params, opt, range(2))
     full = zero_optim.full_state_dict(opt)
     full["state"][1] = {"momentum_buffer": None}
     zero_optim.load_full_state_dict(opt, full)

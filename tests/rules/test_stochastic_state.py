@@ -213,41 +213,6 @@ def test_a_rule_in_torch_rounds_by_the_same_noise() -> None:
 # ---- between forms ---------------------------------------------------------------------------------------------------
 
 
-def test_it_loads_from_and_into_other_forms(tmp_path: Path) -> None:
-    """Narrowed to nearest even; what was rounded is not rounded again."""
-    import zero_optim
-    from zero_optim import checkpoint
-
-    def made(form: str) -> tuple[nn.Module, Any]:
-        model = Model()
-        return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=2.0**-7, state_dtype=form)
-
-    def moments(opt: Any) -> list[Tensor]:
-        state = zero_optim.full_state_dict(opt)["state"]
-        return [state[number][kind] for number in range(len(SHAPES)) for kind in ("exp_avg", "exp_avg_sq")]
-
-    found, saved, full = {}, {}, {}
-    for form in ("fp32", "bf16"):
-        model, opt = made(form)
-        _train(model, opt, range(2), 1)
-        checkpoint.save(tmp_path / form, model, opt)
-        found[form], full[form] = moments(opt), zero_optim.full_state_dict(opt)
-        saved[form] = {**opt.state_dict(), "state": {k: {**v} for k, v in opt.state_dict()["state"].items()}}
-        opt.close()
-    for source, target in (("fp32", "bf16"), ("bf16", "bf16"), ("bf16", "fp32")):
-        wanted = [values.bfloat16().float() if target != "fp32" else values for values in found[source]]
-        for how in ("checkpoint", "full state", "state dict"):
-            model, opt = made(target)
-            if how == "checkpoint":
-                checkpoint.load(tmp_path / source, model, opt)
-            elif how == "full state":
-                zero_optim.load_full_state_dict(opt, full[source])
-            else:
-                opt.load_state_dict(saved[source])
-            assert all(map(torch.equal, moments(opt), wanted)), (source, target, how)
-            opt.close()
-
-
 def test_sgd_without_momentum_has_nothing_to_round() -> None:
     import zero_optim
 

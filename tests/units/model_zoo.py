@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,6 +102,18 @@ class CheckpointsWithin(Block):
         return x + checkpoint(lambda y: self.down(F.gelu(self.up(self.norm(y)))), x, use_reentrant=self.reentrant)
 
 
+class PartsCheckpointed(Chain):
+    """The parts of its units, and no unit."""
+
+    reentrant = False
+
+    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
+        for block in self.blocks:
+            h = checkpoint(block.up, block.norm(x), use_reentrant=self.reentrant)
+            x = x + checkpoint(block.down, F.gelu(h), use_reentrant=self.reentrant)
+        return x
+
+
 def whole_model_loss(model: nn.Module, rank: int, step: int, reentrant: bool) -> Tensor:
     batch = tokens(rank, step)
     if reentrant:
@@ -119,6 +130,7 @@ for kind in (False, True):
     PROGRAMS[f"checkpoint within a block, {label}"] = Program(
         partial(Chain, partial(type("B", (CheckpointsWithin,), {"reentrant": kind}), WIDTH))
     )
+    PROGRAMS[f"checkpoint parts of blocks, {label}"] = Program(type("N", (PartsCheckpointed,), {"reentrant": kind}))
     PROGRAMS[f"checkpoint the whole model, {label}"] = Program(loss=partial(whole_model_loss, reentrant=kind))
     for inner in (None, False, True):
         PROGRAMS[f"checkpoint segments, {label}, within: {inner}"] = Program(
@@ -164,34 +176,9 @@ CHOICES: dict[str, Callable[[int, int], Sequence[int]]] = {
 }
 
 
-class WithinNoGrad(Chain):
-    """A target that the same blocks compute without a graph, as self-distillation does."""
-
-    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
-        with torch.no_grad():
-            target = self.blocks[1](self.blocks[0](x))
-        return super().run(x, rank, step) + target
-
-
 def unreached_loss(model: nn.Module, rank: int, step: int, at: int) -> Tensor:
     loss = chain_loss(model, rank, step)
     return torch.zeros(()) if step == at and rank == 1 else loss
-
-
-def two_forwards(model: nn.Module, rank: int, step: int) -> Tensor:
-    return chain_loss(model, rank, step) + chain_loss(model, rank, step + 50)
-
-
-def two_forwards_two_backwards(model: nn.Module, rank: int, step: int) -> Tensor:
-    first, second = chain_loss(model, rank, step), chain_loss(model, rank, step + 50)
-    first.backward()
-    return second
-
-
-def retained(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss = chain_loss(model, rank, step)
-    loss.backward(retain_graph=True)
-    return loss * 0.5
 
 
 def forward_without_backward(model: nn.Module, opt: Any, rank: int, step: int) -> None:
@@ -204,12 +191,8 @@ PROGRAMS |= {
     "units called twice": Program(Reuse),
     "units called twice, checkpointed": Program(type("N", (Reuse,), {"checkpoints": False})),
     "units called twice, checkpointed, reentrant": Program(type("N", (Reuse,), {"checkpoints": True})),
-    "units called without a graph and with one": Program(WithinNoGrad),
     "a loss that reaches nothing on one rank": Program(loss=partial(unreached_loss, at=1)),
     "a first loss that reaches nothing on one rank": Program(loss=partial(unreached_loss, at=0)),
-    "two forwards and one backward": Program(loss=two_forwards),
-    "two forwards and two backwards": Program(loss=two_forwards_two_backwards),
-    "a graph used twice": Program(loss=retained),
     "forwards without a backward": Program(between=forward_without_backward),
 }
 
@@ -275,37 +258,6 @@ def mean_square(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(noise).square().mean()
 
 
-class Sharing(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(self.norm(x))
-
-
-class SharedInner(Chain):
-    """One module in several blocks, as ALBERT has it."""
-
-    def __init__(self) -> None:
-        inner = Inner()
-        super().__init__(lambda: Sharing(inner))
-
-
-class Tied(Chain):
-    """Tied between root modules, between units as modules and as parameters, and a block registered twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-        self.blocks[2].up = self.blocks[0].up
-        self.blocks[3].norm.weight = self.blocks[1].norm.weight
-        self.again = self.blocks[1]
-
-    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
-        return self.again(super().run(x, rank, step))
-
-
 @dataclass
 class Answer:
     nothing: None
@@ -324,18 +276,6 @@ class Asking(Chain):
         for block in self.blocks:
             x = block(x=x, scale=torch.tensor(1.5)).nested["x"][0][0]
         return x
-
-
-class Odd(Block):
-    """Parameters of no and of one element, and one without dimensions."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.none, self.one = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(1))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.one * self.scale + self.none.sum()
 
 
 class Nothing(nn.Module):
@@ -411,11 +351,6 @@ def parametrized() -> nn.Module:
     return model
 
 
-class LossInside(Chain):
-    def forward(self, tokens: Tensor, rank: int = 0, step: int = 0) -> dict[str, Any]:  # type: ignore[override]
-        return {"loss": entropy(super().forward(tokens[:, :-1], rank, step), tokens), "count": 3}
-
-
 def write_shards(model: nn.Module, opt: Any, rank: int, step: int) -> None:
     """Where ``step`` has begun to gather some of them for the next forward."""
     with torch.no_grad():
@@ -450,18 +385,13 @@ PROGRAMS |= {
     "a last unit that is skipped in the first step": Program(
         lambda: nn.Sequential(Inner(), Skipping()), mean_square, units=(Inner, Skipping), between=skip_no_more
     ),
-    "a module in several units": Program(SharedInner, units=(Sharing,)),
-    "a unit in several units": Program(SharedInner, units=(Sharing, Inner)),
-    "tied": Program(Tied),
     "keywords and dataclasses": Program(partial(Asking, partial(Answering, WIDTH))),
-    "no element, one, and no dimensions": Program(partial(Chain, partial(Odd, WIDTH))),
     "units without parameters": Program(Hollow, units=(Block, Nothing)),
     "mixed dtypes": Program(partial(Chain, partial(Mixed, WIDTH))),
     "LSTM": Program(partial(Chain, Recurrent), units=(Recurrent,)),
     "channels last, batch norm": Program(images, images_loss, (Convolution,)),
     "transformer encoder": Program(transformer, units=(nn.TransformerEncoderLayer,)),
     "weight and spectral norm": Program(parametrized),
-    "loss inside": Program(LossInside, lambda model, rank, step: model(tokens(rank, step))["loss"]),
     "the model is the one unit": Program(units=(Chain,)),
     "bf16": Program(dtype=torch.bfloat16),
 }
@@ -523,11 +453,6 @@ def evaluate(model: nn.Module, opt: Any, rank: int, step: int, mode: Callable[[]
     model.train()
 
 
-def part_gathered(model: nn.Module, opt: Any, rank: int, step: int, part: str) -> None:
-    with zero_optim.gather_parameters(model.get_submodule(part)), torch.no_grad():
-        chain_loss(model, rank, 80)
-
-
 def edit(model: nn.Module, opt: Any, rank: int, step: int) -> None:
     """In place, where an evaluation may have left parameters unsharded."""
     with torch.no_grad():
@@ -553,16 +478,6 @@ class Continuous(Chain):
         return self.head(self.run(x, rank, step))
 
 
-def by_autograd_grad(model: nn.Module, rank: int, step: int) -> Tensor:
-    """A probe of a hidden gradient before the backward of the step."""
-    seen: list[Tensor] = []
-    hook = model.blocks[2].register_forward_hook(lambda module, args, output: seen.append(output))
-    loss = chain_loss(model, rank, step + 40)
-    hook.remove()
-    (grad,) = torch.autograd.grad(loss, seen)
-    return chain_loss(model, rank, step) * (1 + grad.abs().sum())
-
-
 def autocast_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return chain_loss(model, rank, step)
@@ -571,42 +486,6 @@ def autocast_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 def on_cpu_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return chain_loss(model, rank, step)
-
-
-def unit_loss(model: nn.Module, rank: int, step: int, beside: bool) -> Tensor:
-    """A unit called by itself, not by the model's forward."""
-    loss = model.blocks[1](torch.ones(2, WIDTH) * (rank + step)).square().sum()
-    return loss + chain_loss(model, rank, step) if beside else loss
-
-
-def after_unit_without_grad(model: nn.Module, rank: int, step: int) -> Tensor:
-    with torch.no_grad():
-        model.blocks[1](torch.ones(2, WIDTH))
-    return chain_loss(model, rank, step)
-
-
-class Boom(RuntimeError):
-    pass
-
-
-class Raising(Block):
-    """Its call number ``at`` raises half way."""
-
-    calls = 0
-    at: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        hidden = self.up(self.norm(x))
-        if self.calls == self.at:
-            raise Boom
-        return x + self.down(F.gelu(hidden))
-
-
-def raising_chain(at: int) -> nn.Module:
-    model = Chain()
-    model.blocks[2] = type("Raising", (Raising,), {"at": at})(WIDTH)
-    return model
 
 
 def until_it_works(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -639,22 +518,6 @@ class Leaving(Chain):
         return x
 
 
-def backward_raises(model: nn.Module, rank: int, step: int) -> Tensor:
-    """Of the second step, in the middle of the model."""
-    if step == 1:
-
-        def boom(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-            raise Boom
-
-        hook = model.blocks[1].up.register_full_backward_hook(boom)
-        with contextlib.suppress(Boom):
-            chain_loss(model, rank, 60).backward()
-        hook.remove()
-        for parameter in model.parameters():
-            parameter.grad = None
-    return chain_loss(model, rank, step)
-
-
 def given_up(model: nn.Module, rank: int, step: int) -> Tensor:
     """A backward that is dropped on all ranks in the second step; in the third, a loss that reaches nothing on one."""
     if step == 1:
@@ -666,22 +529,12 @@ def given_up(model: nn.Module, rank: int, step: int) -> Tensor:
 PROGRAMS |= {
     "evaluation, no_grad": Program(between=partial(evaluate, mode=torch.no_grad)),
     "evaluation, inference_mode": Program(between=partial(evaluate, mode=torch.inference_mode)),
-    "a part gathered, a forward in it: unit": Program(between=partial(part_gathered, part="blocks.1")),
-    "a part gathered, a forward in it: root": Program(between=partial(part_gathered, part="head")),
-    "all gathered, a forward in it": Program(between=partial(part_gathered, part="")),
     "edits of what an evaluation left unsharded": Program(between=edit, dtype=torch.bfloat16),
     "gradient penalty": Program(Continuous, penalty),
-    "autograd.grad": Program(loss=by_autograd_grad),
     "autocast": Program(loss=autocast_loss),
     "saved on the CPU": Program(loss=on_cpu_loss),
-    "a unit alone": Program(loss=partial(unit_loss, beside=False)),
-    "a unit alone, and the model": Program(loss=partial(unit_loss, beside=True)),
-    "a unit alone without a graph, and the model": Program(loss=after_unit_without_grad),
-    "the first forward raises": Program(partial(raising_chain, 1), until_it_works),
-    "a later forward raises": Program(partial(raising_chain, 3), until_it_works),
     "a unit raises on one rank and is caught": Program(Catching, steps=4),
     "ranks leave a forward at different units": Program(Leaving, until_it_works, steps=4),
-    "a backward raises": Program(loss=backward_raises),
     "a backward is given up, a loss reaches nothing on one rank": Program(loss=given_up, steps=4),
     "parameters taken before, in groups": Program(
         params=lambda model: [
@@ -693,24 +546,6 @@ PROGRAMS |= {
 
 
 # -- what a unit does beside taking and returning tensors --------------------------------------------------------------
-
-
-class InPlace(Block):
-    """Adds to its argument; ``returns``: and returns it."""
-
-    returns = True
-
-    def forward(self, x: Tensor) -> Tensor | None:  # type: ignore[override]
-        x += self.down(F.gelu(self.up(x * 2)))
-        return x if self.returns else None
-
-
-class InPlaceChain(Chain):
-    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
-        x = x * 1.0
-        for block in self.blocks:
-            block(x)
-        return x
 
 
 class WithoutResidual(Block):
@@ -812,18 +647,6 @@ def balanced_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss + 0.1 * sum(block.balance for block in model.blocks)
 
 
-class Wrapping(Block):
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-        return SimpleNamespace(x=super().forward(x))
-
-
-class Unwrapping(Chain):
-    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
-        for block in self.blocks:
-            x = block(x).x
-        return x
-
-
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -849,10 +672,6 @@ class Positioned(Chain):
 
 
 PROGRAMS |= {
-    "a unit changes its argument": Program(partial(InPlaceChain, partial(InPlace, WIDTH))),
-    "a unit changes its argument, returns nothing": Program(
-        partial(InPlaceChain, partial(type("InPlace", (InPlace,), {"returns": False}), WIDTH))
-    ),
     "the root changes what a unit returned": Program(partial(ResidualOutside, partial(WithoutResidual, WIDTH))),
 }
 PROGRAMS |= {
@@ -870,7 +689,6 @@ PROGRAMS |= {
     "a tower thawed": Program(Towers, between=thaw_other, steps=4),
     "gradient penalty, another forward between": Program(Continuous, penalty_first),
     "edits between backward and step": Program(loss=edit_before_step, dtype=torch.bfloat16),
-    "an unknown object returned": Program(partial(Unwrapping, partial(Wrapping, WIDTH))),
 }
 REFUSED = {
     "a view of its parameter": Program(Positioned, units=(Block, Positions)),

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 import zero_optim
 from cells import slow_after, slow_where
 from harness import run_ranks
@@ -145,41 +143,6 @@ def test_what_others_made_is_no_way_into_a_unit(checkpoints: bool):
 # -- several models, some of the ranks, compiled, forward alone -------------------------------------------------------
 
 
-def _games(rank: int, stage: int) -> list[Tensor]:
-    """A generator and a discriminator, each with an optimizer; the gradient of one goes through the other."""
-    torch.manual_seed(0)
-    models = [nn.Sequential(*(Block(WIDTH) for _ in range(3)), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-    if stage == 3:
-        zero_optim.shard_module(models[0], (Block,))
-        zero_optim.shard_module(models[1], (Block,), **KEEP)
-    made, judge = models
-    opts = [zero_optim.ShardedAdamW(m.parameters(), lr=1e-2, stage=None if stage == 3 else stage) for m in models]
-    losses = []
-    for step in range(3):
-        noise = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
-        opts[1].zero_grad()
-        loss = (F.softplus(judge(made(noise).detach())) + F.softplus(-judge(noise))).mean()
-        loss.backward()
-        opts[1].step()
-        opts[0].zero_grad()
-        other = F.softplus(-judge(made(noise))).mean()
-        other.backward()
-        opts[0].step()
-        losses += [loss.item(), other.item()]
-    states = [value for model in models for value in gathered(model).values()]
-    for opt in opts:
-        opt.close()
-    return [torch.tensor(losses, dtype=torch.float64), *states]
-
-
-def _games_parity(rank: int, world_size: int) -> str:
-    return difference(_games(rank, 3), _games(rank, 2))
-
-
-def test_two_models_with_an_optimizer_each():
-    assert run_ranks(2, _games_parity) == [""] * 2
-
-
 def _two_owners(rank: int, stage: int) -> list[Tensor]:
     """One model, an optimizer for every other block and one for the rest."""
     torch.manual_seed(0)
@@ -216,36 +179,6 @@ def _two_owners_parity(rank: int, world_size: int) -> str:
 
 def test_two_optimizers_of_one_model():
     assert run_ranks(2, _two_owners_parity) == [""] * 2
-
-
-def _group_parity(rank: int, world_size: int, by_mesh: bool) -> str:
-    """Two ranks of three, or a mesh of two."""
-    group = None if by_mesh else dist.new_group([0, 2])
-    if not by_mesh and rank == 1:
-        return ""
-    options = {"mesh": dist.init_device_mesh("cpu", (world_size,))} if by_mesh else {"process_group": group}
-    results = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
-        model = Chain()
-        if stage == 3:
-            zero_optim.shard_module(model, (Block,), **options)
-        opt = zero_optim.ShardedAdamW(
-            model.parameters(), stage=None if stage == 3 else stage, **({} if stage == 3 else options)
-        )
-        for step in range(3):
-            chain_loss(model, rank, step).backward()
-            opt.step()
-            opt.zero_grad()
-        results.append(list(gathered(model).values()))
-        opt.close()
-    return difference(*results)
-
-
-@pytest.mark.parametrize("by_mesh", [False, True])
-def test_a_part_of_the_ranks_and_a_mesh(by_mesh: bool):
-    ranks = 2 if by_mesh else 3
-    assert run_ranks(ranks, _group_parity, by_mesh) == [""] * ranks
 
 
 def _compile(model: nn.Module, in_place: bool, backend: str) -> None:
