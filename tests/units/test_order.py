@@ -1,11 +1,11 @@
-"""One order of units from what rank 0 has called: every unit is there, directly before those within it."""
+"""One order of units from those that the ranks have seen: every unit is there, directly before those within it."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from zero_optim.units.cycle import calls_ended, completed, nested
+from zero_optim.units.cycle import calls_ended, merged, nested
 
 
 class FakeUnit:
@@ -49,23 +49,29 @@ def _assert_nested(order: list[FakeUnit]) -> None:
 
 @pytest.mark.parametrize("again", [0.0, 0.4])
 @pytest.mark.parametrize("skip", [0.0, 0.3, 0.8])
-def test_what_a_unit_is_within_comes_directly_before(skip: float, again: float) -> None:
-    chance = random.Random(f"{skip} {again}")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_a_unit_is_within_comes_directly_before(ranks: int, skip: float, again: float) -> None:
+    chance = random.Random(f"{ranks} {skip} {again}")
     for _ in range(200):
         units = _tree(chance, 9)
         known = units
         for _ in range(2):  # an evaluation, and then a forward that trains
-            called = _calls(chance, units, skip, again)
-            order = completed(called, known)
+            orders = [_calls(chance, units, skip, again) for _ in range(ranks)]
+            order = merged(orders, known)
             assert set(order) == set(units)
             _assert_nested(order)
             known = nested(order)
-        _assert_nested(completed(called, calls_ended(known)[::-1]))
+        _assert_nested(merged(orders, calls_ended(known)[::-1]))
 
 
-def test_the_order_of_rank_0_stays_and_others_follow_what_they_follow_where_they_are_listed() -> None:
+def test_the_order_of_rank_0_stays_where_it_has_all_that_any_has() -> None:
     root = FakeUnit(0, None)
     a, b, c = (FakeUnit(number, root) for number in (1, 2, 3))
-    assert completed([root, c, a, c], [root, a, b, c]) == [root, c, a, b, c]
-    assert completed([root, c, c, a], [root, a, b, c]) == [root, c, a, b]
-    assert completed([root, b], [root, a, b, c]) == [root, a, b, c]
+    assert merged([[root, c, a, c], [root, a]], [root, a, b, c]) == [root, c, a, b, c]
+    assert merged([[root, c, c, a], [root, a]], [root, a, b, c]) == [root, c, a, b]
+
+
+def test_ranks_with_different_units_follow_the_order_that_is_known() -> None:
+    root = FakeUnit(0, None)
+    a, b, c = (FakeUnit(number, root) for number in (1, 2, 3))
+    assert merged([[root, a], [root, a, b]], [root, a, b, c]) == [root, a, b, c]

@@ -1,5 +1,5 @@
 """What a schedule keeps track of: the open cycle, the running forwards, the backwards that may follow, and the orders
-of units: how rank 0's becomes that of all, and which orders the ranks have agreed on.
+of units: how the ranks' orders are merged into one, and which orders the ranks have agreed on.
 
 Until the ranks have agreed, a cycle goes through the units as modules are listed. They agree at the end of a forward of
 the root: on the order of forward in the first, and on both orders in the first that trains.
@@ -247,14 +247,15 @@ class Orders:
         report = ([number[unit] for unit in self.called], [(number[u], needed) for u, needed in self.ended])
         reports = self._sharding.world.gather_objects(report, "the first forward")
         known = nested(self.forward)  # where an earlier forward was seen, in its order
-        self.forward = completed([self._units[index] for index in reports[0][0]], known)
+        orders = [[self._units[index] for index in called] for called, _ in reports]
+        self.forward = merged(orders, known)
         self.known = Known.FORWARD
         if trains:
             useless = {index for _, ended in reports for index, needed in ended if not needed}
             useless -= {index for _, ended in reports for index, needed in ended if needed}
             needed_units = [unit for unit in reversed(calls_ended(known)) if number[unit] not in useless]
-            seen = [self._units[index] for index, _ in reversed(reports[0][1]) if index not in useless]
-            self.backward = completed(seen, needed_units)
+            orders = [[self._units[index] for index, _ in reversed(of) if index not in useless] for _, of in reports]
+            self.backward = merged(orders, needed_units)
             self.known = Known.BOTH
 
     @property
@@ -294,11 +295,19 @@ def nested(units: Iterable[Unit]) -> list[Unit]:
     return sorted(place, key=path)
 
 
-def completed(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
-    """Put the ``known`` units that ``order`` lacks into it, and leave out immediate repeats.
+def merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
+    """Merge the ranks' orders into one of all ``known`` units: rank 0's, if it has all units that any rank has; else
+    ``known``, as ranks that use different units have to call them in the order in which they are listed.
 
-    In ``order``, and in ``known``, which is ``nested``, a unit comes before its inner units. So it does in the result,
+    In ``orders``, and in ``known``, which is ``nested``, a unit comes before its inner units. So it does in the result,
     with no outside unit in between: the units around a unit stay unsharded on the way to it.
+    """
+    used = set(itertools.chain(*orders))
+    return _complete(orders[0], known) if used <= set(orders[0]) else list(known)
+
+
+def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
+    """Put the ``known`` units that ``order`` lacks into it, and leave out immediate repeats.
 
     A missing unit comes after the unit before it in ``known`` that has the same units around it: after the last call of
     that one, and of all within it. Where it is the first, it comes directly after the unit that it is in::
