@@ -71,7 +71,7 @@ def test_the_order_of_rank_0_stays_where_it_has_all_that_any_has() -> None:
     assert merged([[root, c, c, a], [root, a]], [root, a, b, c]) == [root, c, a, b]
 
 
-def test_ranks_with_different_units_follow_the_order_that_is_known() -> None:
+def test_units_of_several_ranks_follow_what_they_followed_there() -> None:
     root = FakeUnit(0, None)
     a, b, c = (FakeUnit(number, root) for number in (1, 2, 3))
-    assert merged([[root, a], [root, a, b]], [root, a, b, c]) == [root, a, b, c]
+    assert merged([[root, c, a], [root, c, b]], [root, a, b, c]) == [root, c, a, b]

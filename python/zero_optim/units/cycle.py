@@ -296,14 +296,25 @@ def nested(units: Iterable[Unit]) -> list[Unit]:
 
 
 def merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """Merge the ranks' orders into one of all ``known`` units: rank 0's, if it has all units that any rank has; else
-    ``known``, as ranks that use different units have to call them in the order in which they are listed.
+    """Merge the ranks' orders into one of all ``known`` units: rank 0's, if it has all units that any rank has.
 
     In ``orders``, and in ``known``, which is ``nested``, a unit comes before its inner units. So it does in the result,
     with no outside unit in between: the units around a unit stay unsharded on the way to it.
     """
-    used = set(itertools.chain(*orders))
-    return _complete(orders[0], known) if used <= set(orders[0]) else list(known)
+    before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
+    if before.keys() <= set(orders[0]):
+        return _complete(orders[0], known)
+    # Every unit that any rank has comes once: after the units that it first follows on any rank, else as ``known``.
+    for order in orders:
+        for earlier, later in itertools.pairwise(dict.fromkeys(order)):
+            before[later].add(earlier)
+    agreed: list[Unit] = []
+    left = [unit for unit in known if unit in before]
+    while left:
+        ready = [unit for unit in left if before[unit].issubset(agreed)]
+        agreed.append((ready or left)[0])  # none is ready where ranks contradict each other
+        left.remove(agreed[-1])
+    return _complete(nested(agreed), known)
 
 
 def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
