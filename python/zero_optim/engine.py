@@ -328,8 +328,9 @@ class Engine:
             found_inf = torch.where(self.tokens.empty, 1.0, found_inf)
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
-        norm = "a tensor" if isinstance(self.max_grad_norm, Tensor) else self.max_grad_norm  # no host sync
-        self.hyper.beside = (f"max_grad_norm={norm}", f"skip_nonfinite={self.skip_nonfinite}")
+        norm = self.max_grad_norm  # as equal numbers of other types are written; of a tensor without a host sync
+        norm = "a tensor" if isinstance(norm, Tensor) else norm if norm is None else float(norm)
+        self.hyper.beside = (f"max_grad_norm={norm}", f"skip_nonfinite={bool(self.skip_nonfinite)}")
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         return Coefficients(
             self.hyper.tables,

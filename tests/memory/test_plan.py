@@ -381,7 +381,7 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--world", "0"], "--world must be 1 rank or more"),
         (["--params", "7e9", "--world", "6", "--tp", "4"], "--tp must divide the 6 ranks, got 4"),
         (["--params", "7e9", "--world", "6", "--ep", "4"], "--ep must divide the 6 ranks, got 4"),
-        (["--params", "7e9", "--world", "4", "--ep", "4"], "--ep must divide the model's 0 experts, got 4"),
+        (["--params", "7e9", "--world", "4", "--ep", "4"], "--ep 4: the model has no experts"),
         (["--model", "mixtral-8x7b", "--world", "3", "--ep", "3"], "--ep must divide the model's 8 experts"),
         (["--model", "mixtral-8x7b", "--world", "8", "--tp", "2", "--ep", "2"], "--ep beside tensor-parallel ranks"),
         (["--params", "7e9", "--world", "8", "--stage", "2", "--param-offload"], "--param-offload"),

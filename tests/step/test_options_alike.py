@@ -132,6 +132,22 @@ def test_all_ranks_raise_in_the_next_step_and_train_on(change: str, clips: bool)
         assert sent == run_ranks(2, _train, "", clips)[0][2], "nothing more is sent"
 
 
+def _in_other_types(rank: int, world_size: int) -> int:
+    params = make_parameters(SHAPES, torch.float32)
+    opt = ShardedAdamW(params, max_grad_norm=1.0)
+    if rank == 1:
+        opt.max_grad_norm, opt.skip_nonfinite = 1, 1
+    for step in range(STEPS):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+    return step + 1
+
+
+def test_equal_numbers_of_other_types_are_equal() -> None:
+    assert run_ranks(2, _in_other_types) == [STEPS] * 2
+
+
 def test_on_a_gpu_they_raise_one_step_later() -> None:
     for raised, _, _ in run_ranks(2, _train, "lr", False, simulated=LATE):
         ((step, message),) = raised

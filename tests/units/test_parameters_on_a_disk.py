@@ -29,6 +29,7 @@ from zero_optim.checkpoint.background import SaveBuffer
 from zero_optim.errors import OffloadError, ShardAccessError
 from zero_optim.stores.disk_pages import PagePlace
 from zero_optim.stores.host_memory import HostMemory
+from zero_optim.stores.paged_store import PagedStore
 
 
 def on_disk(folder: str, run: Run = Run(), **shard: Any) -> Run:  # noqa: B008  # frozen
@@ -321,3 +322,32 @@ def _lost_beside_state(rank: int, world_size: int, folder: str) -> tuple[str, st
 
 def test_a_page_of_state_is_given_back_where_the_parameters_are_lost(tmp_path: Path) -> None:
     assert [kind for kind, _ in run_ranks(2, _lost_beside_state, str(tmp_path))] == ["OffloadError"] * 2
+
+
+def _lost_before_a_commit(rank: int, world_size: int, folder: str) -> str:
+    """The error of the step after one in which the disk of rank 3 fails, between fetch and commit of a page."""
+    run = on_disk(folder, Run(dtype=torch.bfloat16, options={"state_offload": f"nvme:{folder}"}))
+    model, opt = make(on_mesh(run, make_mesh(2, 2), state_over="all"), Net())
+    commit = PagedStore.commit
+
+    def fails(store: PagedStore, number: int) -> None:
+        opt.engine.sharded_model.disk.failure = "the disk is gone"
+        commit(store, number)
+
+    def train(step: int) -> None:
+        loss_of(model, tokens(rank, step)).backward()
+        opt.step()
+
+    train(0)
+    opt.zero_grad()
+    with warnings.catch_warnings(), mock.patch.object(PagedStore, "commit", fails if rank == 3 else commit):
+        warnings.simplefilter("ignore")
+        train(1)
+    opt.zero_grad()
+    kind, _ = error_of(lambda: train(2))
+    opt.close()
+    return kind
+
+
+def test_a_page_of_parts_is_given_back_where_the_disk_fails_before_its_commit(tmp_path: Path) -> None:
+    assert run_ranks(4, _lost_before_a_commit, str(tmp_path)) == ["OffloadError"] * 4

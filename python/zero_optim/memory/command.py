@@ -26,8 +26,13 @@ from .report import memory_lines, ranks_of, unit_of, verdict
 
 RULES = {"adamw": AdamW(), "amsgrad": AdamW(amsgrad=True), "lion": Lion(), "sgd": SGD(), "momentum": SGD(momentum=0.9)}
 STAGES = (0, 1, 2, 3)
-_FLAGS = {"world": "--world", "tensor": "--tp", "expert_parallel": "--ep"}  # by fields of ``Job``
-_FLAGS |= {"pipeline": "--pp", "replicas": "--replicate"}
+_FLAGS = {  # by fields of ``Job``
+    "world": "--world",
+    "tensor": "--tp",
+    "expert_parallel": "--ep",
+    "pipeline": "--pp",
+    "replicas": "--replicate",
+}
 
 
 def run(parsed: argparse.Namespace) -> int:

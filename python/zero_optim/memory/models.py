@@ -313,7 +313,9 @@ def spread(model: ModelShapes, parts: int, ranks: int, rank: int) -> ModelShapes
     if parts == 1:
         return model
     experts = max((sum(parameter.experts) for parameter in model.parameters if parameter.experts), default=0)
-    if not experts or experts % parts:
+    if not experts:
+        raise ValueError(f"expert_parallel {parts}: the model has no experts")
+    if experts % parts:
         raise ValueError(f"expert_parallel must divide the model's {experts} experts, got {parts}")
     each = experts // parts
 

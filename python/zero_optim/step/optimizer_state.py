@@ -68,10 +68,9 @@ class Versions:
         return {index for index, now, then in pairs if now != then}
 
     def count_update(self) -> None:
-        """Count up all versions: a backward through a graph older than this update must raise. The caller has asked
-        for what was ``written``."""
+        """Count up all versions: a backward through a graph older than this update must raise."""
         torch.autograd.graph.increment_version(self._all)
-        self._versions = [*map(_version_of, self.mastered.values())]
+        self._versions = [version + 1 for version in self._versions]
 
 
 class OptimizerState:

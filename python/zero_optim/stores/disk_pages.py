@@ -50,7 +50,7 @@ Memory = ctypes.Array
 
 def memory_of(buffer: Tensor) -> Memory:
     """View the bytes of ``buffer``: uint8, contiguous, on the host. The caller keeps it alive."""
-    return (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
+    return (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
 
 
 def set_direct(file: int) -> bool:

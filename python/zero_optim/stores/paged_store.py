@@ -75,7 +75,7 @@ class PartOfPage(HostPage):
         return self._page.fetch().narrow(0, self._start, self._nbytes)
 
     def overwrite(self) -> Tensor:
-        return self.fetch()  # the rest of the page stays
+        return self._page.overwrite().narrow(0, self._start, self._nbytes)  # it was fetched: the rest stays
 
 
 class HostBacking:

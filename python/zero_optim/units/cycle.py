@@ -54,7 +54,7 @@ class Cycle:
     def left_behind(self, unit: Unit) -> bool:
         """Whether ``unit`` is open only because nothing is closed as experts are entered, which come after it."""
         last = self.order[self.position]
-        return last.of_experts and self.open[unit] < self.position and unit not in last.enclosing
+        return last.of_experts and self.open[unit] < self.position and unit not in {*last.enclosing, *self.ahead}
 
     @property
     def code(self) -> int:
