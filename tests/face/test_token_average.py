@@ -77,7 +77,9 @@ def counted_and_scaled(rank: int, world_size: int, name: str, stage: int) -> Non
 
 
 CELLS = [(name, stage) for name, of in TOPOLOGIES.items() for stage in of.stages]
-FIRST = [(name, of.stages[number % len(of.stages)]) for number, (name, of) in enumerate(TOPOLOGIES.items())]
+# Eight ranks take a minute on two cores.
+SMALL = {name: of for name, of in TOPOLOGIES.items() if of.ranks <= 4}
+FIRST = [(name, of.stages[number % len(of.stages)]) for number, (name, of) in enumerate(SMALL.items())]
 
 
 @pytest.mark.parametrize(("name", "stage"), slow_where(lambda cell: cell not in FIRST, CELLS))
