@@ -328,8 +328,9 @@ class Engine:
             found_inf = torch.where(self.tokens.empty, 1.0, found_inf)
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
-        norm = self.max_grad_norm  # as equal numbers of other types are written; of a tensor without a host sync
-        norm = "a tensor" if isinstance(norm, Tensor) else norm if norm is None else float(norm)
+        norm: Any = self.max_grad_norm
+        if norm is not None:  # a tensor's value would be a host sync; 1 and 1.0 are equal
+            norm = "a tensor" if isinstance(norm, Tensor) else float(norm)
         self.hyper.beside = (f"max_grad_norm={norm}", f"skip_nonfinite={bool(self.skip_nonfinite)}")
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
         return Coefficients(

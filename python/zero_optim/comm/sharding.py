@@ -219,6 +219,7 @@ class Sharding:
         if self.grid.over_all or accumulate or out.dtype != full.dtype:
             # Both run in this row's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
             part = within.own_part(full)
+        self.gather_legs.issue()  # over the same group as the first leg; none is left but after an error in a step
         self.second_legs.issue_arrived(0)
         first = within.reduce_scatter(full, part, lend, accumulate=False)
         # Numbered now: when the second leg is issued differs from rank to rank.

@@ -36,8 +36,9 @@ class ShardMemory:
 
     def __init__(self, shard: Tensor, page: HostPage | DiskPage | None = None, lanes: Lanes | None = None) -> None:
         """Move ``shard`` to ``page``. ``lanes``: for copies to the device, where there is a page."""
-        self.shard, self.page, self.on_disk = shard, page, isinstance(page, DiskPage)
+        self.shard, self.page = shard, page
         self._disk = page.backing if isinstance(page, DiskPage) else None
+        self.on_disk = self._disk is not None
         self.arrivals = Arrivals()
         if lanes is not None:
             self._lane, self._allocated, self._copied = lanes.to_device, lanes.mark(), lanes.mark()

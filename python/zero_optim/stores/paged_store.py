@@ -69,13 +69,21 @@ class PartOfPage(HostPage):
 
     def __init__(self, page: HostPage | DiskPage, start: int, nbytes: int) -> None:
         self._page, self._start, self._nbytes, self.at_once = page, start, nbytes, page.at_once
-        self.prefetch, self.discard, self.commit = page.prefetch, page.discard, page.commit  # type: ignore[method-assign]
+
+    def prefetch(self) -> None:
+        self._page.prefetch()
 
     def fetch(self) -> Tensor:
         return self._page.fetch().narrow(0, self._start, self._nbytes)
 
     def overwrite(self) -> Tensor:
         return self._page.overwrite().narrow(0, self._start, self._nbytes)  # it was fetched: the rest stays
+
+    def commit(self, mark: Mark) -> None:
+        self._page.commit(mark)
+
+    def discard(self, mark: Mark) -> None:
+        self._page.discard(mark)
 
 
 class HostBacking:
