@@ -48,7 +48,8 @@ class Job:
     Attributes:
         world: ranks.
         tensor: tensor-parallel ranks, over which the model is cut into slices; see ``cut_over``.
-        expert_parallel: parts that experts are in, each on as many of these ranks, which shard them; see ``spread``.
+        expert_parallel: ranks that the experts of a layer are spread over. Each part of the experts is sharded over
+            ``world / expert_parallel`` ranks; see ``spread``.
         pipeline: stages that the model's layers are cut into; see ``of_stage``. Each slice of a stage is on
             ``world / (tensor * pipeline)`` ranks, which average and shard. The fullest stage is planned. All backwards
             of a step are within ``no_sync``.

@@ -52,7 +52,7 @@ class Cycle:
         return self.order[self.position + 1 :]
 
     def left_behind(self, unit: Unit) -> bool:
-        """Whether ``unit`` is open only because nothing is closed as experts are entered, which come after it."""
+        """Whether ``unit`` is open only because nothing is closed as experts are entered, and has no turn ahead."""
         last = self.order[self.position]
         return last.of_experts and self.open[unit] < self.position and unit not in {*last.enclosing, *self.ahead}
 
