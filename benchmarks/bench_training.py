@@ -297,10 +297,14 @@ Times = dict[str, list[list[float]]]
 
 
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> Times:
-    """Time every lap of every contender in every round on this rank."""
+    """Time every lap of every contender in every round on this rank, in the second of two steps.
+
+    What a step leaves under way, as stages 1 and 2 do with their gathers, is then in the figures of the one after it.
+    """
     trainings = {name: WAYS[name].make(task) for name in names}
-    clock = TogetherClock(task.device)
-    return interleaved({name: list(training.laps.values()) for name, training in trainings.items()}, clock, rounds)
+    jobs = {name: [training.step, *training.laps.values()] for name, training in trainings.items()}
+    times = interleaved(jobs, TogetherClock(task.device), rounds)
+    return {name: [laps for _, *laps in of_rounds] for name, of_rounds in times.items()}
 
 
 def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> list[Row]:

@@ -86,13 +86,16 @@ class Training:
     laps: Mapping[str, Callable[[], object]]
     last_loss: Callable[[], float]
 
+    def step(self) -> None:
+        for lap in self.laps.values():
+            lap()
+
 
 def train(training: Training, steps: int) -> list[float]:
     """Train so many steps. Returns this rank's loss in each."""
     losses = []
     for _ in range(steps):
-        for lap in training.laps.values():
-            lap()
+        training.step()
         losses.append(training.last_loss())
     return losses
 

@@ -87,10 +87,10 @@ def shard_module(
             first one's values count. It may have modules, or packed tensors [experts of this rank, ...]. A rank whose
             experts get no tokens need not call it. In the first forward it has to, unless modules are called in the
             order in which the model lists them. Give the optimizer these parameters in a group with ``grad_divisor``.
-        reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
-            keep it until its backward; 2 times. An int k, a divisor of the number of ranks that shard: k consecutive
-            ranks, as of a node, keep 1/k of it each, and gather it again among them. It has to divide the number of
-            ranks with the same experts, too.
+        reshard_after_forward: True: free a unit after its forward, but for the last one, with which backward begins; a
+            step communicates 3 times the parameters. False: keep it until its backward; 2 times. An int k, a divisor of
+            the number of ranks that shard: k consecutive ranks, as of a node, keep 1/k of it each, and gather it again
+            among them. It has to divide the number of ranks with the same experts, too.
         prefetch: how many units are gathered ahead of the one that computes, beside experts that come next.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
         init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is

@@ -127,10 +127,10 @@ def test_units_that_are_kept_and_gathered_ahead():
         return made.memory["unsharded"] // 4 - 512, made.traffic["all_gather"] // 4 - 512
 
     block = 1536  # 9 rows, of 4 ranks 12
-    assert unsharded(prefetch=0) == (block, 4 * block)
+    assert unsharded(prefetch=0) == (block, 3 * block)
     assert unsharded(reshard_after_forward=False, prefetch=0) == (2 * block, 2 * block)
     assert unsharded(reshard_after_forward=2, prefetch=0) == (block + block, 2 * block)
-    assert unsharded(accumulate=3)[1] == 3 * 4 * block + 2 * 512
+    assert unsharded(accumulate=3)[1] == 3 * 3 * block + 2 * 512
 
 
 def test_the_first_step_holds_every_gradient_at_stage_0():

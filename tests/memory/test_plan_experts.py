@@ -22,6 +22,11 @@ class Layers(nn.Sequential):
     def __init__(self, stacked: bool) -> None:
         super().__init__(*(Moe(stacked=stacked) for _ in range(3)))
 
+    def forward(self, x: torch.Tensor, route: list[int]) -> torch.Tensor:
+        for layer in self:
+            x = layer(x, route)
+        return x
+
 
 def accounts(rank: int, world_size: int, stage: int, stacked: bool, parts: int, options: dict[str, Any]) -> None:
     """What is planned of the whole model, and of this optimizer, is what this rank holds and sends."""
@@ -38,9 +43,7 @@ def accounts(rank: int, world_size: int, stage: int, stacked: bool, parts: int, 
 
     def step() -> dict[str, dict[str, int]]:
         x = torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16)
-        for layer in (out := [x]) and model:
-            out.append(layer(out[-1], [token % expert_cases.EXPERTS for token in range(parts * TOKENS)]))
-        out[-1].sum().backward()
+        model(x, [token % expert_cases.EXPERTS for token in range(parts * TOKENS)]).sum().backward()
         opt.step()
         opt.zero_grad()
         return opt.stats()["collectives"]

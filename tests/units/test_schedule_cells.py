@@ -48,6 +48,8 @@ BACKWARD              SHARDED       SHARDED       SHARDED
 held                  UNSHARDED     UNSHARDED     UNSHARDED
 ====================  ============  ============  ============
 
+- The last unit of a FORWARD that trains stays UNSHARDED, whatever it keeps, once the orders are known and unless it
+  comes again: BACKWARD begins with it.
 - *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
 - *comes again*: the unit has a later position in the same cycle.
 - *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
@@ -374,6 +376,17 @@ def test_when_the_last_backward_is_known(monkeypatch: pytest.MonkeyPatch, forwar
     assert due.is_last(known)
 
 
+def gathered(way: Sequence[tuple[str, int]], *, stays: bool) -> list[int]:
+    """What is gathered as cycles that train go through units. ``stays``: C is here, from its forward to its backward."""
+    gathers = []
+    for cycle, number in way:
+        if number != C or not stays:
+            gathers.append(number)
+        if number == C:
+            stays = cycle == "FORWARD"
+    return gathers
+
+
 @pytest.mark.parametrize(
     ("event", "cycle", "cell"),
     [(*cell, text) for cell, text in CYCLE.items()],
@@ -391,19 +404,20 @@ def test_a_cell_of_the_cycle(monkeypatch: pytest.MonkeyPatch, event: str, cycle:
             bench = Bench(monkeypatch)
             bench.bring(cycle, place)
             bench.gathers.clear()
+            # C is last, and has stayed for a BACKWARD that has not passed it.
+            stays = bench.units[C].state is UnitState.UNSHARDED and not (cycle == "BACKWARD" and place > 0)
             happens(bench, event, number, again=again)
             assert bench.cycle == after
-            gathers = order[cycle][place + 1 :] if ends else []
+            way = [(cycle, passed) for passed in order[cycle][place + 1 :]] if ends else []
             if event == "complete_all_backwards" and cycle == "FORWARD" and ends:
-                gathers = gathers + BACKWARD  # the cycle that has ended trains: its backward is due
+                way += [("BACKWARD", passed) for passed in BACKWARD]  # of the cycle that has ended, which trains
             if number is not None:  # on the way to it, in the cycle that goes on, or in the one that has begun
                 path = order[after]
-                way = (
-                    path[0 if ends or after != cycle else place + 1 : path.index(number) + 1] if number in path else []
-                )
-                gathers = gathers + (way if number in path else [number])
+                begin = 0 if ends or after != cycle else place + 1
+                passed = path[begin : path.index(number) + 1] if number in path else [number]
+                way += [(after, unit) for unit in passed]
                 assert bench.units[number].state is UnitState.UNSHARDED
-            assert bench.gathers == gathers
+            assert bench.gathers == gathered(way, stays=stays)
 
 
 def test_a_backward_that_goes_on_is_not_ended_as_one_that_raised(monkeypatch: pytest.MonkeyPatch):
@@ -422,7 +436,9 @@ def test_all_that_is_due_is_gone_through(monkeypatch: pytest.MonkeyPatch, cycle:
     bench.gathers.clear()
     bench.schedule.complete_all_backwards()
     assert bench.cycle == "none" and bench.due == 0
-    assert bench.gathers == (BACKWARD[2:] if cycle == "BACKWARD" else []) + BACKWARD * due
+    opened = BACKWARD[2:] if cycle == "BACKWARD" else []
+    way = [("BACKWARD", unit) for unit in opened + BACKWARD * due]
+    assert bench.gathers == gathered(way, stays=due > 0 and cycle == "none")
 
 
 @pytest.mark.parametrize("due", [0, 1, 2])
@@ -475,6 +491,25 @@ def test_what_becomes_of_a_unit_that_is_left_behind(monkeypatch: pytest.MonkeyPa
         if not again:
             bench.end_backward()
     assert unit.state is UnitState[CLOSED[event, keeps]]
+
+
+def test_the_last_unit_stays_for_backward(monkeypatch: pytest.MonkeyPatch):
+    """Not where no backward can follow, nor between two calls in one forward, nor while the order is not known."""
+    bench = Bench(monkeypatch)
+    with torch.no_grad():
+        bench.whole_forward()
+    assert bench.units[C].state is UnitState.SHARDED
+    bench.bring("FORWARD", 4)  # FROZEN comes after C
+    assert bench.units[C].state is UnitState.UNSHARDED
+    bench.schedule.reshard_all()
+    bench.schedule.orders.record()
+    bench.whole_forward()
+    assert bench.units[C].state is UnitState.SHARDED
+    bench = Bench(monkeypatch, twice=A)
+    bench.bring("FORWARD", 2)
+    assert bench.units[A].state is UnitState.SHARDED
+    bench.whole_forward()
+    assert bench.units[A].state is UnitState.UNSHARDED
 
 
 def test_what_is_kept_in_evaluation_too(monkeypatch: pytest.MonkeyPatch):

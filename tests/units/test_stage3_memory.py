@@ -176,14 +176,17 @@ def _kept(rank: int, world_size: int, reshards: Sequence[bool | int]) -> list[An
 
 
 def test_what_is_kept_between_forward_and_backward():
-    """The root; all units; or a share of them: of two ranks the half. Evaluation keeps what may be kept for ever. After
-    a step the root and the first unit are there, until the optimizer is closed."""
+    """The root; all units; or a share of them: of two ranks the half; and the last unit, after the first forward.
+    Evaluation keeps what may be kept for ever. After a step the root and the first unit are there, until the optimizer
+    is closed."""
     reshards = (True, False, 2)
     for results in run_ranks(4, _kept, reshards):
         for reshard, (root, units, seen) in zip(reshards, results, strict=True):
-            every = reshard is False
-            forward = root + (units if every else 0 if reshard is True else units // 2)
-            assert seen == [forward, 0, root + units if every else 0, root + units // DEPTH] * 2 + [0], reshard
+            last = units // DEPTH
+            share = {True: 0.0, False: 1.0, 2: 0.5}[reshard]
+            ever, ahead = root + units if reshard is False else 0, root + last
+            first = [root + share * units, 0, ever, ahead]
+            assert seen == [*first, root + share * (units - last) + last, *first[1:], 0], reshard
 
 
 # -- in a step ---------------------------------------------------------------------------------------------------
@@ -280,11 +283,12 @@ def test_the_peak_of_a_step_is_a_few_units_whatever_the_depth(segment, reentrant
             assert step.gradients == pytest.approx(step.unit, rel=0.01)
             slack = SLACK * step.unit
             assert forward * step.unit < step.forward.peak <= step.root + forward * step.unit + slack
-            assert step.root <= step.forward.left <= step.root + slack
+            assert step.unit <= step.forward.left - step.root <= step.unit + slack, "the last unit stays"
+            peak = step.backward.peak + step.unit
             # What is sent has the place of a unit that is not sent for yet.
             whole = (backward + 1) * step.unit + (step.buffers(ranks=2) if prefetch == 0 else 0)
-            assert (backward + 1) * step.unit - slack < step.backward.peak
-            assert step.backward.peak <= whole + step.root + step.check_left(ranks=2) + slack
+            assert (backward + 1) * step.unit - slack < peak
+            assert peak <= whole + step.root + step.check_left(ranks=2) + slack
             assert step.update.peak <= slack
 
 
@@ -297,7 +301,7 @@ def test_what_is_kept_is_not_allocated_twice():
         assert kept.forward.peak <= kept.root + DEPTH * kept.unit + slack
         assert kept.backward.peak <= kept.check_left(ranks=4) + kept.buffers(ranks=4) + slack
         assert by_node.units_forward == by_node.units_backward == 2
-        assert by_node.forward.left <= by_node.root + DEPTH * by_node.unit // 2 + slack
+        assert by_node.forward.left <= by_node.root + (DEPTH + 1) * by_node.unit // 2 + slack
         assert (
             by_node.backward.peak <= 2 * by_node.unit + by_node.check_left(ranks=4) + by_node.buffers(ranks=4) + slack
         )

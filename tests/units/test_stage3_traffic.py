@@ -67,16 +67,18 @@ def _steps(rank: int, world_size: int, runs: Sequence[Run]) -> list[list[Account
     return accounts
 
 
-def expected_step(run: Run, world_size: int) -> Account:
-    """Without the exchange."""
+def expected_step(run: Run, world_size: int, *, first: bool = False) -> Account:
+    """Without the exchange. The last block stays for its backward, once the ``first`` forward has shown which it is."""
     root, units = sizes(world_size)
     reshard = run.shard.get("reshard_after_forward", True)
     wide = run.options.get("grad_reduce_dtype", run.dtype).itemsize
     reductions = 1 if run.no_sync else run.micro
-    twice = reshard is True
+    again, block = run.micro * (DEPTH - 1) + first, units // DEPTH
+    twice = again if reshard is True else 0
+    by_node = again if type(reshard) is int and reshard > 1 else 0
     moved = {
-        "all_gather": (run.micro * (1 + DEPTH * (1 + twice)), run.micro * (root + units * (1 + twice))),
-        "node_all_gather": (run.micro * DEPTH, run.micro * units) if type(reshard) is int and reshard > 1 else (0, 0),
+        "all_gather": (run.micro * (1 + DEPTH) + twice, run.micro * (root + units) + twice * block),
+        "node_all_gather": (by_node, by_node * block),
         "reduce_scatter": (reductions * (1 + DEPTH), reductions * (root + units)),
     }
     itemsize = {"reduce_scatter": wide}
@@ -107,7 +109,7 @@ def _cases(world_size: int) -> list[Run]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_step_communicates_what_the_formula_says(world_size):
-    """Every step alike, and the first but for what it gathers ahead: nothing is gathered twice to learn the order."""
+    """Every step alike, and the first but for the last block's backward, and what it gathers ahead."""
     runs = _cases(world_size)
     root, units = sizes(world_size)
     for rank, accounts in enumerate(run_ranks(world_size, _steps, runs, timeout=120)):
@@ -118,8 +120,9 @@ def test_a_step_communicates_what_the_formula_says(world_size):
                 "construction": (flags + 1 + DEPTH, 4 * flags + (root + units) * run.dtype.itemsize)
             }
             exchange = {"exchange": (exchange_calls, exchange_bytes + 4 * ORDER_CODES)}
-            step = expected_step(run, world_size) | exchange
-            first = step if run.options.get("overlap_param_gather") is False else with_ahead(step, run, world_size)
+            step, first = (expected_step(run, world_size, first=of) | exchange for of in (False, True))
+            if run.options.get("overlap_param_gather") is not False:
+                first = with_ahead(first, run, world_size)
             assert steps == [first, *[step] * (run.steps - 1)], f"{run}, rank {rank}"
 
 
@@ -273,9 +276,9 @@ def test_evaluation_gathers_once_and_reduces_nothing(mode):
             assert first == {"all_gather": once}, run
             assert second == with_ahead({"all_gather": once}, run, world_size, -1), run
             assert third == ({} if kept else {"all_gather": once}), run
-            whole = expected_step(run, world_size)
-            without = {kind: of for kind, of in whole.items() if kind != "all_gather"}
-            for account_of in (step, last):
+            for account_of, is_first in ((step, True), (last, False)):
+                whole = expected_step(run, world_size, first=is_first)
+                without = {kind: of for kind, of in whole.items() if kind != "all_gather"}
                 del account_of["exchange"]
                 assert account_of == with_ahead(without if kept else whole, run, world_size), run
 
@@ -297,13 +300,14 @@ def _with_large_units(rank: int, world_size: int) -> tuple[list[str], Account]:
 
 
 def test_embedding_and_head_may_be_units():
-    """By class and by name. The root is a norm then, and both are gathered for forward and for backward."""
+    """By class and by name. The root is a norm then, and both are gathered for forward, the embedding for backward."""
     model = Untied()
     of_units = [list(module.parameters()) for module in (model.embedding, *model.blocks, model.head)]
     root, units = padded(list(model.norm.parameters()), 3), sum(padded(unit, 3) for unit in of_units)
     for names, moved in run_ranks(3, _with_large_units):
         assert names == ["", "embedding", *(f"blocks.{number}" for number in range(DEPTH)), "head"]
-        assert moved["all_gather"] == (1 + 2 * len(of_units), 4 * (root + 2 * units))
+        head = padded(of_units[-1], 3)
+        assert moved["all_gather"] == (2 * len(of_units), 4 * (root + 2 * units - head))
         assert moved["reduce_scatter"] == (1 + len(of_units), 4 * (root + units))
 
 

@@ -418,9 +418,13 @@ def _unsharded(laid: _Laid) -> int:
     return root + kept + (ahead if kept < sum(units) else 0)
 
 
+def _of_experts(unit: Sequence[_Flat]) -> bool:
+    return any(flat.sharding.of_experts for flat in unit)
+
+
 def _runs(laid: _Laid, ahead: int) -> Iterator[slice]:
     """List the units, behind the root, that are there together: one, the experts that follow it, and others ahead."""
-    others = [number for number, unit in enumerate(laid.units[1:]) if not unit[0].sharding.of_experts]
+    others = [number for number, unit in enumerate(laid.units[1:]) if not _of_experts(unit)]
     for first in range(len(laid.units) - 1):
         yield slice(first, next((number for number in others if number > first), len(laid.units)) + ahead)
 
@@ -511,7 +515,10 @@ def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
     for flat in laid.flats:
         if flat.layout.shards > 1:
             count("all_gather", flat.nbytes, job.accumulate)
-    for flat in [flat for unit in laid.units[1:] for flat in unit if flat.layout.shards > 1]:  # backward keeps the root
+    root, *units = laid.units
+    last = max((number for number, unit in enumerate(units) if not _of_experts(unit)), default=0)
+    again = units[:last] + units[last + 1 :]  # backward begins with the root and the last one, which have stayed
+    for flat in [flat for unit in again for flat in unit if flat.layout.shards > 1]:
         if (keepers := _keepers(flat, job)) != 1:
             count("node_all_gather" if keepers else "all_gather", flat.nbytes, job.accumulate)
     joining = [flat for flat in buckets if flat.rule.joins_parts and flat.layout.shards > 1]

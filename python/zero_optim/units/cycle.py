@@ -241,6 +241,13 @@ class Orders:
         """Learn the orders again, from the next forwards of the root."""
         self.known = Known.NOTHING
 
+    @property
+    def last(self) -> Unit | None:
+        """The unit with which backward begins, behind the root. None: it is not known, or has experts, whose gathers
+        start with the visit before theirs: one that is here already would hold up those behind it."""
+        first = self.backward[1:2] if self.known is Known.BOTH else []
+        return next((unit for unit in first if not unit.of_experts), None)
+
     def agree(self, *, trains: bool) -> None:
         """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}

@@ -305,6 +305,8 @@ class UnitSchedule(Owing):
         if unit.keep and (self.calls.trains or self._keep_evaluating):
             return
         backward_follows = self.calls.trains and self.cycle.direction is Pass.FORWARD
+        if backward_follows and unit is self.orders.last and unit not in self.cycle.ahead:
+            return  # backward begins with it, and would gather it again at once
         unit.reshard(to_node=unit.node is not None and backward_follows)
 
     # -- cycles --------------------------------------------------------------------------------------------------
