@@ -377,7 +377,7 @@ def test_when_the_last_backward_is_known(monkeypatch: pytest.MonkeyPatch, forwar
 
 
 def gathered(way: Sequence[tuple[str, int]], *, stays: bool) -> list[int]:
-    """What is gathered as cycles that train go through units. ``stays``: C is here, from its forward to its backward."""
+    """The gathers, as cycles that train go through units. ``stays``: C is here, from its forward to its backward."""
     gathers = []
     for cycle, number in way:
         if number != C or not stays:
