@@ -101,6 +101,7 @@ class State:
     clipped: bool = False
     saved: set[str] = field(default_factory=set)  # "own" and "full"
     order: list[int] | None = None  # of units
+    recorded: bool = False  # in a forward with gradients
 
     @property
     def trained(self) -> set[int]:
@@ -444,7 +445,7 @@ class _Generator(Draw):
 
     def _observe(self, s: State, p: int) -> None:
         self.lines.append(f"{s.name}.opt.observe()")
-        s.order, s.raised = None, False
+        s.order, s.recorded, s.raised = None, False, False
 
     def _renew(self, s: State, p: int) -> None:
         s.stage = 3 if s.stage == 3 else self.pick((2, 1, 0))
@@ -478,7 +479,7 @@ class _Generator(Draw):
         s.grads = s.grads | {p}
 
     def _evaluate(self, s: State, p: int) -> None:
-        calls = self.calls(s)
+        calls = self.calls(s, trains=False)
         nets = [_link([s.name, *self.parts(s, s.given, of_rank, swaps=True)]) for of_rank in self.of_rows(calls)]
         self.lines.append(f"evaluate({', '.join(nets)})")
 
@@ -580,13 +581,15 @@ class _Generator(Draw):
                 links += [f"use({s.name}, {p}, {self.factor()})" for p in params]
         return links
 
-    def calls(self, s: State, alike: bool = False) -> list[list[int]]:
-        """Of each rank the units that it calls. The first time all call all, in an order that holds from then on."""
+    def calls(self, s: State, alike: bool = False, trains: bool = True) -> list[list[int]]:
+        """Of each rank the units that it calls. The first time all call all, in an order that holds from then on. With
+        swaps so does the first time with gradients, from which on the library holds to it."""
         every = sorted({*s.units} - {-1})
         if s.order is None:
-            s.order = self.shuffled(every) if self.chance(20) else every
+            s.order, s.recorded = self.shuffled(every) if self.chance(20) else every, trains
             return [s.order for _ in range(self.world)]
-        if alike or self.chance(40):
+        before, s.recorded = s.recorded, s.recorded or trains
+        if alike or (s.swaps and not before) or self.chance(40):
             return [s.order for _ in range(self.world)]
         if self.chance(40):
             again = [*self.shuffled(every), *([self.pick(every)] if self.chance(50) else [])]
