@@ -134,12 +134,12 @@ def work(parsed: argparse.Namespace) -> None:
     jobs: dict[str, Job] = {}
     for name in parsed.contenders:
         progress(f"link: {name}")
-        laps = tuple(WAYS[name].make(task).laps.values())
-        train(laps, free)  # the first step lays buckets out, and gathers in another order
+        step = WAYS[name].make(task).step
+        train(step, free)  # the first step lays buckets out, and gathers in another order
         calls, nbytes = Link.collectives, Link.bytes
-        train(laps, free)
+        train(step, free)
         of_step[name] = (Link.collectives - calls) // STEPS, (Link.bytes - nbytes) // STEPS
-        jobs |= {f"{name} {of}": [partial(train, laps, of)] for of in (free, link)}
+        jobs |= {f"{name} {of}": [partial(train, step, of)] for of in (free, link)}
     times = interleaved(jobs, Clock(partial(drained, device)), parsed.rounds)
     for name, (calls, nbytes) in of_step.items():
         alone, linked = (Spread.of([lap / STEPS for (lap,) in times[f"{name} {of}"]]) for of in (free, link))
@@ -149,11 +149,10 @@ def work(parsed: argparse.Namespace) -> None:
     show(result)
 
 
-def train(laps: Sequence[Callable[[], object]], speed: tuple[float, float]) -> None:
+def train(step: Callable[[], None], speed: tuple[float, float]) -> None:
     Link.speed = speed
     for _ in range(STEPS):
-        for lap in laps:
-            lap()
+        step()
 
 
 if __name__ == "__main__":

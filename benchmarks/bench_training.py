@@ -297,10 +297,8 @@ Times = dict[str, list[list[float]]]
 
 
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> Times:
-    """Time every lap of every contender in every round on this rank, in the second of two steps.
-
-    What a step leaves under way, as stages 1 and 2 do with their gathers, is then in the figures of the one after it.
-    """
+    """Time every lap of every contender in every round on this rank, in the second of two steps: it pays for what the
+    first leaves under way, as stages 1 and 2 do with their gathers."""
     trainings = {name: WAYS[name].make(task) for name in names}
     jobs = {name: [training.step, *training.laps.values()] for name, training in trainings.items()}
     times = interleaved(jobs, TogetherClock(task.device), rounds)
