@@ -49,7 +49,7 @@ held                  UNSHARDED     UNSHARDED     UNSHARDED
 ====================  ============  ============  ============
 
 - The last unit of a FORWARD that trains stays UNSHARDED, whatever it keeps, once the orders are known and unless it
-  comes again: BACKWARD begins with it.
+  comes again: BACKWARD begins with it. Another FORWARD first makes it SHARDED.
 - *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
 - *comes again*: the unit has a later position in the same cycle.
 - *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
@@ -377,10 +377,10 @@ def test_when_the_last_backward_is_known(monkeypatch: pytest.MonkeyPatch, forwar
 
 
 def gathered(way: Sequence[tuple[str, int]], *, stays: bool) -> list[int]:
-    """The gathers, as cycles that train go through units. ``stays``: C is here, from its forward to its backward."""
+    """The gathers, as cycles that train go through units. ``stays``: C is here, until it is in a cycle."""
     gathers = []
     for cycle, number in way:
-        if number != C or not stays:
+        if number != C or not (stays and cycle == "BACKWARD"):
             gathers.append(number)
         if number == C:
             stays = cycle == "FORWARD"
@@ -501,6 +501,8 @@ def test_the_last_unit_stays_for_backward(monkeypatch: pytest.MonkeyPatch):
     assert bench.units[C].state is UnitState.SHARDED
     bench.bring("FORWARD", 4)  # FROZEN comes after C
     assert bench.units[C].state is UnitState.UNSHARDED
+    bench.schedule.before_forward(bench.units[ROOT])
+    assert bench.units[C].state is UnitState.SHARDED, "shards may have been written since"
     bench.schedule.reshard_all()
     bench.schedule.orders.record()
     bench.whole_forward()

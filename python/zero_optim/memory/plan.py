@@ -246,13 +246,13 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         memory["unsharded"] = _unsharded(laid)
     memory[LOCAL] = _local_gradients(laid)
     memory["activations"] = 0
+    # By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first
+    # backward: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), 2.2.1.
+    in_flight = min(job.pipeline - stage, job.accumulate) if job.pipeline > 1 else 1
     if job.batch is not None and model.width is not None:
-        # By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first
-        # backward: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), 2.2.1.
-        kept = min(job.pipeline - stage, job.accumulate) if job.pipeline > 1 else 1
         itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
         head = stage == job.pipeline - 1
-        activations = activation_bytes(model.width, job.batch, itemsize, in_flight=kept, head=head)
+        activations = activation_bytes(model.width, job.batch, itemsize, in_flight=in_flight, head=head)
         memory["activations"] = activations // job.tensor  # by sequence parallelism each rank keeps an equal part
     all_local = buckets if laid.sharding.reduces and job.stage == 0 else []
     first_step = max(0, sum(flat.local_nbytes for flat in all_local) - memory[LOCAL])
@@ -266,7 +266,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     else:
         host += sum(shards)
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
-    calls, traffic = ({kind: pair[of] for kind, pair in _traffic(laid).items()} for of in (0, 1))
+    calls, traffic = ({kind: pair[of] for kind, pair in _traffic(laid, in_flight).items()} for of in (0, 1))
     return Plan(whole, job, memory, first_step, host, disk, traffic, calls, len(buckets), kinds, stage)
 
 
@@ -489,8 +489,8 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
 # -- what is communicated ----------------------------------------------------------------------------------------------
 
 
-def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
-    """Count collectives of a step, and their bytes, by kind."""
+def _traffic(laid: _Laid, in_flight: int) -> dict[str, tuple[int, int]]:
+    """Count collectives of a step, and their bytes, by kind. ``in_flight``: forwards before the first backward."""
     job, sharding, buckets = laid.job, laid.sharding, laid.buckets
 
     traffic: dict[str, tuple[int, int]] = {}
@@ -516,11 +516,13 @@ def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
         if flat.layout.shards > 1:
             count("all_gather", flat.nbytes, job.accumulate)
     root, *units = laid.units
-    last = max((number for number, unit in enumerate(units) if not _of_experts(unit)), default=0)
-    again = units[:last] + units[last + 1 :]  # backward begins with the root and the last one, which have stayed
-    for flat in [flat for unit in again for flat in unit if flat.layout.shards > 1]:
-        if (keepers := _keepers(flat, job)) != 1:
-            count("node_all_gather" if keepers else "all_gather", flat.nbytes, job.accumulate)
+    last = max((number for number, unit in enumerate(units) if not _of_experts(unit)), default=len(units))
+    for number, unit in enumerate(units):
+        # Backward begins with the root, which stays, and with the last unit, which stays until another forward begins.
+        times = in_flight - 1 if number == last else job.accumulate
+        for flat in [flat for flat in unit if flat.layout.shards > 1 and times]:
+            if (keepers := _keepers(flat, job)) != 1:
+                count("node_all_gather" if keepers else "all_gather", flat.nbytes, times)
     joining = [flat for flat in buckets if flat.rule.joins_parts and flat.layout.shards > 1]
     joined = sum(slot.numel // flat.layout.shards for flat in joining for slot in flat.layout.slots)
     if joined:  # matrices are sent to one rank each, and back

@@ -34,6 +34,7 @@ class Cycle:
         order: its units; one that is called several times is in it as often.
         position: of the unit that was visited last; -1: none was.
         open: the units that were visited in it and are not over, each with its position.
+        stayed: the unit that is unsharded since the last forward, as backward begins with it; None: none is.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Cycle:
         self.order: Sequence[Unit] = ()
         self.position = -1
         self.open: dict[Unit, int] = {}
+        self.stayed: Unit | None = None
         self._digest = 0
 
     def begin(self, direction: Pass, order: Sequence[Unit]) -> None:
@@ -112,7 +114,8 @@ class Prefetch:
         for unit in units:
             # A unit that is here, or has an earlier turn, may be resharded after that turn, and gathered again. So this
             # turn's gather cannot start yet, nor can those behind it: gathers keep their order.
-            if unit.state is UnitState.UNSHARDED or unit in earlier:
+            here = unit.state is UnitState.UNSHARDED and unit is not self._cycle.stayed
+            if here or unit in earlier:
                 break
             unit.unshard()
             earlier.add(unit)
@@ -243,8 +246,7 @@ class Orders:
 
     @property
     def last(self) -> Unit | None:
-        """The unit with which backward begins, behind the root. None: it is not known, or has experts, whose gathers
-        start with the visit before theirs: one that is here already would hold up those behind it."""
+        """The unit with which backward begins, behind the root. None: it is not known, or has experts."""
         first = self.backward[1:2] if self.known is Known.BOTH else []
         return next((unit for unit in first if not unit.of_experts), None)
 

@@ -268,6 +268,8 @@ class UnitSchedule(Owing):
             prefetch_rest_of_backwards(self.thread, but=self)
         unit.wait()
         self.cycle.open[unit] = position
+        if unit is self.cycle.stayed:
+            self.cycle.stayed = None
 
     def _close_before(self, unit: Unit, opened: Iterable[Unit]) -> None:
         """Close the units of ``opened`` that are over as a visit comes to ``unit``: all but itself and those around it.
@@ -306,7 +308,8 @@ class UnitSchedule(Owing):
             return
         backward_follows = self.calls.trains and self.cycle.direction is Pass.FORWARD
         if backward_follows and unit is self.orders.last and unit not in self.cycle.ahead:
-            return  # backward begins with it, and would gather it again at once
+            self.cycle.stayed = unit  # backward begins with it, and would gather it again at once
+            return
         unit.reshard(to_node=unit.node is not None and backward_follows)
 
     # -- cycles --------------------------------------------------------------------------------------------------
@@ -321,8 +324,10 @@ class UnitSchedule(Owing):
             self.orders.called, self.orders.ended = [], []  # a model that is called by parts alone agrees on no order
         self.due.forward_begins(by_part=self.calls.by_part)
         for unit in self.units:
-            if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
+            # No backward came, and shards may have been written since.
+            if unit.state is UnitState.NODE_SHARDED or unit is self.cycle.stayed:
                 unit.reshard()
+        self.cycle.stayed = None
 
     def _complete_open(self) -> None:
         """Collective, where a cycle is open: go through the rest of it."""
