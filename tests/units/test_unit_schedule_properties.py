@@ -343,7 +343,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     # Backward comes to 5, 6, 5, 4. The first 5 has stayed; the second has to be gathered, before 4 is sent for.
     outer_of=_tree((0,) * UNITS),
     prefetch=4,
-    program=[Step((frozenset(range(1, UNITS + 1)),) * RANKS, trains=True, backward=True, checkpointed=1)] * 2,
+    program=[Step((frozenset(range(1, UNITS + 1)),) * RANKS, trains=True, backward=True, checkpointed=1)] * 4,
     twice=frozenset({5}),
 )
 def test_all_ranks_gather_alike(
