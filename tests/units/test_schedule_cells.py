@@ -48,8 +48,8 @@ BACKWARD              SHARDED       SHARDED       SHARDED
 held                  UNSHARDED     UNSHARDED     UNSHARDED
 ====================  ============  ============  ============
 
-- The last unit of a FORWARD that trains stays UNSHARDED, whatever it keeps, once the orders are known and unless it
-  comes again: BACKWARD begins with it. Another FORWARD first makes it SHARDED.
+- The unit with which BACKWARD begins stays UNSHARDED, whatever it keeps, if it ends a FORWARD that trains, and the
+  orders are known. (Here FROZEN comes after it.) Another FORWARD first makes it SHARDED.
 - *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
 - *comes again*: the unit has a later position in the same cycle.
 - *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
@@ -376,17 +376,6 @@ def test_when_the_last_backward_is_known(monkeypatch: pytest.MonkeyPatch, forwar
     assert due.is_last(known)
 
 
-def gathered(way: Sequence[tuple[str, int]], *, stays: bool) -> list[int]:
-    """The gathers, as cycles that train go through units. ``stays``: C is here, until it is in a cycle."""
-    gathers = []
-    for cycle, number in way:
-        if number != C or not (stays and cycle == "BACKWARD"):
-            gathers.append(number)
-        if number == C:
-            stays = cycle == "FORWARD"
-    return gathers
-
-
 @pytest.mark.parametrize(
     ("event", "cycle", "cell"),
     [(*cell, text) for cell, text in CYCLE.items()],
@@ -404,20 +393,19 @@ def test_a_cell_of_the_cycle(monkeypatch: pytest.MonkeyPatch, event: str, cycle:
             bench = Bench(monkeypatch)
             bench.bring(cycle, place)
             bench.gathers.clear()
-            # C is last, and has stayed for a BACKWARD that has not passed it.
-            stays = bench.units[C].state is UnitState.UNSHARDED and not (cycle == "BACKWARD" and place > 0)
             happens(bench, event, number, again=again)
             assert bench.cycle == after
-            way = [(cycle, passed) for passed in order[cycle][place + 1 :]] if ends else []
+            gathers = order[cycle][place + 1 :] if ends else []
             if event == "complete_all_backwards" and cycle == "FORWARD" and ends:
-                way += [("BACKWARD", passed) for passed in BACKWARD]  # of the cycle that has ended, which trains
+                gathers = gathers + BACKWARD  # the cycle that has ended trains: its backward is due
             if number is not None:  # on the way to it, in the cycle that goes on, or in the one that has begun
                 path = order[after]
-                begin = 0 if ends or after != cycle else place + 1
-                passed = path[begin : path.index(number) + 1] if number in path else [number]
-                way += [(after, unit) for unit in passed]
+                way = (
+                    path[0 if ends or after != cycle else place + 1 : path.index(number) + 1] if number in path else []
+                )
+                gathers = gathers + (way if number in path else [number])
                 assert bench.units[number].state is UnitState.UNSHARDED
-            assert bench.gathers == gathered(way, stays=stays)
+            assert bench.gathers == gathers
 
 
 def test_a_backward_that_goes_on_is_not_ended_as_one_that_raised(monkeypatch: pytest.MonkeyPatch):
@@ -436,9 +424,7 @@ def test_all_that_is_due_is_gone_through(monkeypatch: pytest.MonkeyPatch, cycle:
     bench.gathers.clear()
     bench.schedule.complete_all_backwards()
     assert bench.cycle == "none" and bench.due == 0
-    opened = BACKWARD[2:] if cycle == "BACKWARD" else []
-    way = [("BACKWARD", unit) for unit in opened + BACKWARD * due]
-    assert bench.gathers == gathered(way, stays=due > 0 and cycle == "none")
+    assert bench.gathers == (BACKWARD[2:] if cycle == "BACKWARD" else []) + BACKWARD * due
 
 
 @pytest.mark.parametrize("due", [0, 1, 2])
@@ -494,24 +480,27 @@ def test_what_becomes_of_a_unit_that_is_left_behind(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_last_unit_stays_for_backward(monkeypatch: pytest.MonkeyPatch):
-    """Not where no backward can follow, nor between two calls in one forward, nor while the order is not known."""
-    bench = Bench(monkeypatch)
+    bench = Bench(monkeypatch, twice=A)
+    unit = bench.units[A]
+    bench.bring("FORWARD", 4)
+    assert unit.state is UnitState.SHARDED, "it is called again"
+    bench.whole_forward()
+    assert unit.state is UnitState.UNSHARDED
+    bench.gathers.clear()
+    bench.gradient(A)
+    assert bench.gathers == [ROOT]
+    bench.whole_forward()
+    bench.schedule.before_forward(bench.units[ROOT])
+    assert unit.state is UnitState.SHARDED, "shards may have been written since"
     with torch.no_grad():
         bench.whole_forward()
-    assert bench.units[C].state is UnitState.SHARDED
-    bench.bring("FORWARD", 4)  # FROZEN comes after C
-    assert bench.units[C].state is UnitState.UNSHARDED
-    bench.schedule.before_forward(bench.units[ROOT])
-    assert bench.units[C].state is UnitState.SHARDED, "shards may have been written since"
-    bench.schedule.reshard_all()
+    assert unit.state is UnitState.SHARDED, "no backward can follow"
     bench.schedule.orders.record()
     bench.whole_forward()
-    assert bench.units[C].state is UnitState.SHARDED
-    bench = Bench(monkeypatch, twice=A)
-    bench.bring("FORWARD", 2)
-    assert bench.units[A].state is UnitState.SHARDED
+    assert unit.state is UnitState.SHARDED, "the order was not known"
+    bench = Bench(monkeypatch)
     bench.whole_forward()
-    assert bench.units[A].state is UnitState.UNSHARDED
+    assert bench.units[C].state is UnitState.SHARDED, "FROZEN comes after it"
 
 
 def test_what_is_kept_in_evaluation_too(monkeypatch: pytest.MonkeyPatch):

@@ -515,7 +515,7 @@ def _traffic(laid: _Laid, in_flight: int) -> dict[str, tuple[int, int]]:
     for flat in laid.flats:
         if flat.layout.shards > 1:
             count("all_gather", flat.nbytes, job.accumulate)
-    root, *units = laid.units
+    units = laid.units[1:]
     last = max((number for number, unit in enumerate(units) if not _of_experts(unit)), default=len(units))
     for number, unit in enumerate(units):
         # Backward begins with the root, which stays, and with the last unit, which stays until another forward begins.

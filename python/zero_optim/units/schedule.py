@@ -307,7 +307,7 @@ class UnitSchedule(Owing):
         if unit.keep and (self.calls.trains or self._keep_evaluating):
             return
         backward_follows = self.calls.trains and self.cycle.direction is Pass.FORWARD
-        if backward_follows and unit is self.orders.last and unit not in self.cycle.ahead:
+        if backward_follows and unit is self.orders.last and not self.cycle.ahead:
             self.cycle.stayed = unit  # backward begins with it, and would gather it again at once
             return
         unit.reshard(to_node=unit.node is not None and backward_follows)
