@@ -490,7 +490,7 @@ def test_the_last_unit_stays_for_backward(monkeypatch: pytest.MonkeyPatch):
     bench.gradient(A)
     assert bench.gathers == [ROOT]
     bench.whole_forward()
-    bench.schedule.before_forward(bench.units[ROOT])
+    bench.forward_to(0)
     assert unit.state is UnitState.SHARDED, "shards may have been written since"
     with torch.no_grad():
         bench.whole_forward()
